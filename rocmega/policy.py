@@ -1,0 +1,97 @@
+"""Which path runs a decode step: the mega-task, or the standard path in PyTorch.
+
+`choose` is a pure function of the step's shape, so that every rank decides the same without talking. It denies by
+default: the mega-task runs only what is listed here as supported, and a refusal lists every reason, not the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Path = Literal["mega", "standard"]
+
+MEGA_FAMILIES = frozenset({"glm_moe_dsa"})
+MEGA_FORMATS = frozenset({"f32", "bf16", "fp8"})
+MEGA_TARGETS = frozenset({"host", "gfx942", "gfx950", "sm_90"})
+MEGA_ROWS = 16  # the free axis of a matrix tile
+MEGA_FEATURES = frozenset({"greedy", "logits"})
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """All that the choice may depend on; equal on every rank.
+
+    `rows` requests advance by `tokens_per_row` tokens each; `context` is the longest of them after the step. `family`
+    is the config's model_type, `format` that of the big matrices, `target` what kernels are compiled for, `features`
+    what the step is asked to do. `missing` holds what the installation lacks (a compiler, a kernel), as sentences.
+    """
+
+    family: str
+    format: str
+    target: str
+    rows: int
+    context: int
+    max_rows: int
+    max_model_len: int
+    tokens_per_row: int = 1
+    ranks: int = 1
+    features: frozenset[str] = frozenset({"greedy"})
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The path of a step. `reasons` says why it is not the mega-task; empty if it is."""
+
+    path: Path
+    reasons: tuple[str, ...] = ()
+
+
+def _listed(what: str, value: str, supported: frozenset[str]) -> str | None:
+    return None if value in supported else f"{what} {value!r} is not one of {', '.join(sorted(supported))}"
+
+
+def _features(shape: StepShape) -> str | None:
+    unknown = sorted(shape.features - MEGA_FEATURES)
+    return f"the mega-task does not do: {', '.join(unknown)}" if unknown else None
+
+
+def _tokens(shape: StepShape) -> str | None:
+    if shape.tokens_per_row == 1:
+        return None
+    return f"{shape.tokens_per_row} tokens per row: prefill is the standard path's work"
+
+
+def _rows(shape: StepShape) -> str | None:
+    limit = min(shape.max_rows, MEGA_ROWS)
+    return None if 1 <= shape.rows <= limit else f"{shape.rows} rows; the mega-task was built for 1 to {limit}"
+
+
+def _context(shape: StepShape) -> str | None:
+    if 1 <= shape.context <= shape.max_model_len:
+        return None
+    return f"a context of {shape.context} tokens; the mega-task was built for 1 to {shape.max_model_len}"
+
+
+def _ranks(shape: StepShape) -> str | None:
+    return None if shape.ranks == 1 else f"{shape.ranks} ranks; the mega-task runs on one"
+
+
+RULES: tuple[Callable[[StepShape], str | None], ...] = (
+    lambda shape: _listed("model family", shape.family, MEGA_FAMILIES),
+    lambda shape: _listed("weight format", shape.format, MEGA_FORMATS),
+    lambda shape: _listed("target", shape.target, MEGA_TARGETS),
+    _features,
+    _tokens,
+    _rows,
+    _context,
+    _ranks,
+)
+
+
+def choose(shape: StepShape) -> Decision:
+    """The path for a step of this shape, with all reasons if it is not the mega-task."""
+    reasons = shape.missing + tuple(reason for rule in RULES if (reason := rule(shape)) is not None)
+    return Decision("standard", reasons) if reasons else Decision("mega")
