@@ -1,0 +1,73 @@
+"""The compiler commands for each target: flags that matter for the result, and the steps that make the file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+from rocmega.toolchain.compilers import Compiler, family
+from rocmega.toolchain.unit import Unit, hip_dir, models_dir
+
+EXTENSION = {"host": "so", "amd": "hsaco", "nvidia": "cubin"}
+# Host results must equal the GPU's in every bit, so nothing may fuse a multiply and an add on its own.
+COMMON = ("-std=c++17", "-O3", "-ffp-contract=off")
+
+
+@functools.cache
+def host_arch_flag(style: str) -> str | None:
+    """-march for x86-64-v3 where the processor has it: without it each fused multiply-add is a call into libm."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return None
+    if not {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"} <= words:
+        return None
+    return "-mcpu=x86_64_v3" if style == "zig" else "-march=x86-64-v3"
+
+
+def flags(target: str, style: str) -> list[str]:
+    """Everything but paths: part of the cache key."""
+    kind = family(target)
+    if kind == "amd":
+        return [*COMMON, "-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", f"--offload-arch={target}",
+                "-nogpulib", "-nogpuinc"]  # fmt: skip
+    if kind == "nvidia":
+        return ["-std=c++17", f"-arch={target}", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin", "-x", "cu"]
+    march = host_arch_flag(style)
+    extra = ["-fno-sanitize=all"] if style == "zig" else []
+    if platform.machine() in ("aarch64", "arm64") and style != "zig":
+        extra.append("-mno-outline-atomics")
+    return [*COMMON, "-Wall", "-fPIC", "-fvisibility=default", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
+            *([march] if march else []), *extra]  # fmt: skip
+
+
+def steps(unit: Unit, target: str, compiler: Compiler) -> list[list[str]]:
+    """The commands, run in a folder that holds `include/` with the generated headers; they leave `<name>.<extension>`.
+
+    Paths to what is made are relative, so that the result does not depend on where it was built.
+    """
+    kind = family(target)
+    includes = ["-Iinclude", f"-I{hip_dir()}", f"-I{models_dir()}"]
+    compile_ = [*compiler.command, *flags(target, compiler.style), *includes, *unit.define_flags()]
+    source, out = str(Path(unit.source).resolve()), f"{unit.name}.{EXTENSION[kind]}"
+    if kind == "amd":
+        # Through assembly text: it is what the inspection reads, and it is assembled unchanged.
+        text, item = f"{unit.name}.s", f"{unit.name}.o"
+        assemble = [*compiler.command, "--target=amdgcn-amd-amdhsa", f"-mcpu={target}", "-x", "assembler", "-c"]
+        return [[*compile_, "-S", source, "-o", text], [*assemble, text, "-o", item],
+                [*compiler.linker, "-flavor", "gnu", "-shared", item, "-o", out]
+                if Path(compiler.linker[-1]).name == "lld" else [*compiler.linker, "-shared", item, "-o", out]]  # fmt: skip
+    if kind == "nvidia":
+        return [[*compile_, source, "-o", out]]
+    runtime = [str(p) for p in sorted((hip_dir() / "host").glob("*.cpp"))]
+    if compiler.style == "zig" and os.name == "posix" and platform.system() == "Linux":
+        # `zig cc -shared` would first build its runtime library for ten seconds; nothing of it is needed.
+        sources = [source, *runtime]
+        objects = [f"{i}.o" for i in range(len(sources))]
+        made = [[*compile_, "-x", "c++", "-c", s, "-o", o] for s, o in zip(sources, objects, strict=True)]
+        return [*made, [*compiler.linker, "-shared", "-z", "now", *objects, "-o", out]]
+    return [[*compile_, "-shared", "-x", "c++", source, *runtime, "-o", out]]
