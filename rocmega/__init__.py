@@ -1,25 +1,30 @@
-"""rocmega: one persistent kernel per decode step ("mega-task") for large language models on AMD GPUs."""
+"""rocmega: the whole decode step of a language model in one persistent kernel.
 
-from __future__ import annotations
+    from rocmega import LLM, SamplingParams
+
+Names load on first use, so that importing the package costs nothing.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rocmega.errors import RocmegaError as RocmegaError
     from rocmega.llm import LLM as LLM
+    from rocmega.llm import CompletionOutput as CompletionOutput
+    from rocmega.llm import RequestOutput as RequestOutput
     from rocmega.llm import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "RocmegaError", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import, and `rocmega --help` should not wait for it.
-    if name in ("LLM", "SamplingParams"):
-        from rocmega import llm
+    if name not in __all__:
+        raise AttributeError(f"module 'rocmega' has no attribute {name!r}")
+    from importlib import import_module
 
-        return getattr(llm, name)
-    raise AttributeError(f"module 'rocmega' has no attribute {name!r}")
+    return getattr(import_module("rocmega.errors" if name == "RocmegaError" else "rocmega.llm"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(__all__)

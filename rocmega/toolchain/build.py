@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rocmega.errors import ToolchainError
@@ -24,7 +24,10 @@ LOG = "log.txt"
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled unit. seconds: what compiling took (then, if cached); log: commands, warnings and resource remarks."""
+    """A compiled unit.
+
+    seconds: what compiling took, when it was compiled. log: commands, warnings and resource remarks of that time.
+    """
 
     path: Path
     target: str
@@ -43,30 +46,76 @@ class Artifact:
 def diagnostics(text: str, lines: int = 12) -> str:
     """The first errors of a compiler's output with the lines that belong to them."""
     found = text.splitlines()
-    starts = [i for i, line in enumerate(found) if re.search(r"\b(fatal )?error\b[^a-z]", line)]
+    starts = [i for i, line in enumerate(found) if re.search(r"\berror\b\s*[:#(]", line)]
     keep = sorted({j for i in starts for j in range(i, min(i + 3, len(found)))}) or range(len(found))
     return "\n".join(found[i] for i in keep[:lines])
 
 
-def _failure(unit: Unit, target: str, compiler: Compiler, log: str, output: str, key: str) -> ToolchainError:
-    path = store.root() / "logs" / f"{unit.name}-{target}-{key[:16]}.log"
-    generated = "".join(f"\n==== {name} ====\n{text}" for name, text in sorted(unit.headers.items()))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(log + generated)
-        where = f"The full log is in {path}."
-    except OSError as error:
-        where = f"The full log could not be written ({error})."
-    return ToolchainError(f"{compiler} refused {unit.name} for {target}:\n{diagnostics(output)}\n{where}")
+def compile(unit: Unit, target: str, *, output_dir: Path | None = None, progress: Progress | None = None) -> Artifact:
+    """Compiles the unit for a target (`host`, `gfx942`, `gfx950`, `sm_90`), or finds it compiled already.
+
+    output_dir: also leave the files there, as `<output_dir>/<target>/<name>.*`; a process that has this folder in
+    ROCMEGA_PREBUILT (a list like PATH) uses them as long as the sources are the same, and needs no compiler.
+    progress: called with a line of text before long work.
+    Raises ToolchainError if there is no compiler or it refuses the source.
+    """
+    ready = _prebuilt(unit, target)
+    if ready is None:
+        ready = _cached_or_made(unit, target, find(target), progress)
+    return _export(ready, unit, Path(output_dir)) if output_dir else ready
 
 
-def _build(unit: Unit, target: str, compiler: Compiler, folder: Path, key: str) -> str:
-    """Runs the steps in the folder and returns the log; the artifact (and assembly) stay there, the rest is removed."""
-    include = folder / "include"
-    include.mkdir()
+def assembly(unit: Unit, target: str) -> str:
+    """The assembly text of the unit for an AMD target."""
+    if family(target) != "amd":
+        raise ToolchainError(f"Assembly text is kept for gfx942 and gfx950 only, not for {target}.")
+    path = compile(unit, target).assembly_path
+    if path is None:
+        raise ToolchainError(f"The compiled {unit.name} for {target} came without its assembly text.")
+    return path.read_text()
+
+
+def _cached_or_made(unit: Unit, target: str, compiler: Compiler, progress: Progress | None) -> Artifact:
+    source = source_key(unit, target, recipes.flags(target, compiler.style))
+    key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
+    entry = store.root() / target / f"{unit.name}-{key}"
+    artifact = _artifact(entry, unit, target, cached=True)
+    if artifact is None:
+        with store.lock(key):
+            artifact = _artifact(entry, unit, target, cached=True)  # another process may have built it meanwhile
+            if artifact is None:
+                if progress:
+                    progress(f"compiling {unit.name} for {target} with {compiler}")
+                _make(unit, target, compiler, entry, source)
+                artifact = _artifact(entry, unit, target, cached=False)
+    if artifact is None:
+        raise ToolchainError(
+            f"{entry} was damaged as soon as it was written: is the disk full, or is someone clearing it?"
+        )
+    return artifact
+
+
+def _make(unit: Unit, target: str, compiler: Compiler, entry: Path, source: str) -> None:
+    """Builds in a folder of its own and moves it to its place when it is complete."""
+    store.discard(entry)
+    with store.workspace() as folder:
+        made = folder / "made"
+        made.mkdir()
+        start = time.perf_counter()
+        _run_steps(unit, target, compiler, made)
+        if source_key(unit, target, recipes.flags(target, compiler.style)) != source:
+            raise ToolchainError(f"The sources of {unit.name} changed while they were compiled: try again.")
+        facts = {"source": source, "compiler": str(compiler), "seconds": round(time.perf_counter() - start, 3)}
+        store.seal(made, facts)
+        store.put(made, entry)
+
+
+def _run_steps(unit: Unit, target: str, compiler: Compiler, folder: Path) -> None:
+    """Leaves the artifact, the assembly, the log and the generated headers in the folder."""
     for name, text in unit.headers.items():
-        (include / name).parent.mkdir(parents=True, exist_ok=True)
-        (include / name).write_text(text)
+        path = folder / "include" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     log = ""
     for step in recipes.steps(unit, target, compiler):
         try:
@@ -76,11 +125,23 @@ def _build(unit: Unit, target: str, compiler: Compiler, folder: Path, key: str) 
         output = done.stdout + done.stderr
         log += f"$ {shlex.join(step)}\n{output}\n"
         if done.returncode:
-            raise _failure(unit, target, compiler, log, output or f"error: exit code {done.returncode}", key)
+            raise _refused(unit, target, compiler, log, output or f"exit code {done.returncode}, without a word")
     for item in folder.glob("*.o"):
         item.unlink()
     (folder / LOG).write_text(log)
-    return log
+
+
+def _refused(unit: Unit, target: str, compiler: Compiler, log: str, output: str) -> ToolchainError:
+    """The error for a source that does not compile. The log outlives the build folder, beside the cache."""
+    generated = "".join(f"\n==== {name} ====\n{text}" for name, text in sorted(unit.headers.items()))
+    path = store.root() / "logs" / f"{unit.name}-{target}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(log + generated)
+        where = f"The full log is in {path}."
+    except OSError as error:
+        where = f"The full log could not be written ({error})."
+    return ToolchainError(f"{compiler} refused {unit.name} for {target}:\n{diagnostics(output)}\n{where}")
 
 
 def _artifact(entry: Path, unit: Unit, target: str, cached: bool) -> Artifact | None:
@@ -91,69 +152,38 @@ def _artifact(entry: Path, unit: Unit, target: str, cached: bool) -> Artifact | 
     return Artifact(entry / name, target, manifest["compiler"], manifest["seconds"], cached, (entry / LOG).read_text())
 
 
-def compile(
-    unit: Unit, target: str, *, output_dir: Path | None = None, progress: Progress | None = None
-) -> Artifact:
-    """Compiles the unit for a target (`host`, `gfx942`, `gfx950`, `sm_90`), or finds it compiled in the cache.
-
-    output_dir: also leave the files there, as `<output_dir>/<target>/<name>.*`. progress: called with a line of text
-    before long work. Raises ToolchainError if there is no compiler or it refuses the source.
-    """
-    compiler = find(target)
-    source = source_key(unit, target, recipes.flags(target, compiler.style))
-    key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()
-    entry = store.root() / target / f"{unit.name}-{key[:32]}"
-    artifact = _artifact(entry, unit, target, cached=True)
-    if artifact is None:
-        with store.lock(key[:32]):
-            artifact = _artifact(entry, unit, target, cached=True)  # another process may have built it meanwhile
-            if artifact is None:
-                artifact = _make(unit, target, compiler, entry, key, progress)
-    return _export(artifact, Path(output_dir)) if output_dir else artifact
+def _prebuilt(unit: Unit, target: str) -> Artifact | None:
+    """A file built ahead of time from the very same sources, with any compiler."""
+    folders = [Path(f) for f in os.environ.get("ROCMEGA_PREBUILT", "").split(os.pathsep) if f]
+    if not folders:
+        return None
+    keys = {source_key(unit, target, recipes.flags(target, style)) for style in recipes.STYLES[family(target)]}
+    for place in (folder / target for folder in folders):
+        manifest = store.read(place, f"{unit.name}.json")
+        if manifest is not None and manifest.get("source") in keys:
+            path = place / f"{unit.name}.{recipes.EXTENSION[family(target)]}"
+            return Artifact(
+                path, target, manifest["compiler"], manifest["seconds"], True, f"built ahead of time: {path}"
+            )
+    return None
 
 
-def _make(
-    unit: Unit, target: str, compiler: Compiler, entry: Path, key: str, progress: Progress | None
-) -> Artifact:
-    if progress:
-        progress(f"compiling {unit.name} for {target} with {compiler}")
-    store.discard(entry)
-    start = time.perf_counter()
-    with store.workspace() as folder:
-        made = folder / "made"
-        made.mkdir()
-        _build(unit, target, compiler, made, key)
-        seconds = round(time.perf_counter() - start, 3)
-        store.seal(made, {"key": key, "target": target, "compiler": str(compiler), "seconds": seconds})
-        store.put(made, entry)
-    artifact = _artifact(entry, unit, target, cached=False)
-    if artifact is None:
-        raise ToolchainError(f"{entry} was damaged while it was written: is the disk full?")
-    return artifact
-
-
-def _export(artifact: Artifact, output_dir: Path) -> Artifact:
-    """Copies the artifact out of the cache; each file appears complete or not at all."""
+def _export(artifact: Artifact, unit: Unit, output_dir: Path) -> Artifact:
+    """Copies the files out of the cache, the manifest last; each appears complete or not at all."""
     place = output_dir / artifact.target
+    source = artifact.path.parent
+    if source.resolve() == place.resolve():
+        return artifact
+    manifest = store.read(source) or store.read(source, f"{unit.name}.json")
+    if manifest is None:
+        raise ToolchainError(f"{source} was damaged or removed while it was being copied: try again.")
+    paths = [p for p in (artifact.assembly_path, artifact.path) if p is not None]
+    facts = {**manifest, "files": {p.name: manifest["files"][p.name] for p in paths}}
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for path in (artifact.assembly_path, artifact.path):
-            if path is not None:
-                temporary = place / f".{path.name}.{os.getpid()}"
-                shutil.copyfile(path, temporary)
-                os.replace(temporary, place / path.name)
+        for path in paths:
+            store.write(place / path.name, path.read_bytes())
+        store.write(place / f"{unit.name}.json", json.dumps(facts, indent=1).encode())
     except OSError as error:
         raise ToolchainError(f"The compiled kernel could not be written to {place}: {error}.") from error
-    return Artifact(
-        place / artifact.path.name, artifact.target, artifact.compiler, artifact.seconds, artifact.cached, artifact.log
-    )
-
-
-def assembly(unit: Unit, target: str) -> str:
-    """The assembly text of the unit for an AMD target."""
-    if family(target) != "amd":
-        raise ToolchainError(f"Assembly text is kept for gfx942 and gfx950 only, not for {target}.")
-    path = compile(unit, target).assembly_path
-    if path is None:
-        raise ToolchainError(f"The cache entry of {unit.name} for {target} has no assembly text.")
-    return path.read_text()
+    return replace(artifact, path=place / artifact.path.name)

@@ -27,7 +27,10 @@ INSTALL = {
 
 @dataclass(frozen=True)
 class Compiler:
-    """A compiler and how to call it. style: `clang`, `gcc`, `zig` or `nvcc`; linker: for AMD, and for zig's host builds."""
+    """A compiler and how to call it.
+
+    style: `clang`, `gcc`, `zig` or `nvcc`. linker: for AMD targets, and for the host with zig.
+    """
 
     style: str
     command: tuple[str, ...]
@@ -58,7 +61,7 @@ def family(target: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _first_line(command: tuple[str, ...], marker: str, stamp: float) -> str | None:
-    """The line of the command's output that has the marker; None if the program does not work. Cached per time stamp."""
+    """The line of its output that has the marker; None if the program does not work. stamp: its age, for the cache."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
@@ -71,7 +74,7 @@ def _version(command: tuple[str, ...], marker: str = "") -> str | None:
     path = shutil.which(command[0])
     if path is None:
         return None
-    return _first_line((path, *command[1:]), marker, os.stat(path).st_mtime)
+    return _first_line((path, *command[1:]), marker, Path(path).stat().st_mtime)
 
 
 def zig() -> str | None:
@@ -146,7 +149,7 @@ def _amd_candidates() -> Iterator[Compiler | str]:
 
 
 def _from_hipcc() -> Compiler | str:
-    """hipcc only wraps a clang; its own folder tells where that is."""
+    """What hipcc wraps: it only calls a clang, and its own folder tells where that is."""
     hipcc = shutil.which("hipcc")
     if hipcc is None:
         return "hipcc on the PATH: not found"
@@ -194,7 +197,7 @@ def search(target: str) -> Search:
     """Looks for a compiler for the target and says where it looked. Never raises but for an unknown target."""
     kind = family(target)
     candidates = {"host": _host_candidates, "amd": _amd_candidates, "nvidia": _nvidia_candidates}[kind]()
-    tried = []
+    tried: list[str] = []
     for candidate in candidates:
         if isinstance(candidate, Compiler):
             return Search(target, candidate, tuple(tried), INSTALL[kind])

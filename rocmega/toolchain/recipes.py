@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rocmega.toolchain.compilers import Compiler, family
 from rocmega.toolchain.unit import Unit, hip_dir, models_dir
 
 EXTENSION = {"host": "so", "amd": "hsaco", "nvidia": "cubin"}
+STYLES = {"host": ("gcc", "clang", "zig"), "amd": ("clang",), "nvidia": ("nvcc",)}  # whose flags differ
 # Host results must equal the GPU's in every bit, so nothing may fuse a multiply and an add on its own.
 COMMON = ("-std=c++17", "-O3", "-ffp-contract=off")
 
@@ -41,7 +41,7 @@ def flags(target: str, style: str) -> list[str]:
     extra = ["-fno-sanitize=all"] if style == "zig" else []
     if platform.machine() in ("aarch64", "arm64") and style != "zig":
         extra.append("-mno-outline-atomics")
-    return [*COMMON, "-Wall", "-fPIC", "-fvisibility=default", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
+    return [*COMMON, "-Wall", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
             *([march] if march else []), *extra]  # fmt: skip
 
 
@@ -58,13 +58,16 @@ def steps(unit: Unit, target: str, compiler: Compiler) -> list[list[str]]:
         # Through assembly text: it is what the inspection reads, and it is assembled unchanged.
         text, item = f"{unit.name}.s", f"{unit.name}.o"
         assemble = [*compiler.command, "--target=amdgcn-amd-amdhsa", f"-mcpu={target}", "-x", "assembler", "-c"]
-        return [[*compile_, "-S", source, "-o", text], [*assemble, text, "-o", item],
-                [*compiler.linker, "-flavor", "gnu", "-shared", item, "-o", out]
-                if Path(compiler.linker[-1]).name == "lld" else [*compiler.linker, "-shared", item, "-o", out]]  # fmt: skip
+        link = [*compiler.linker, *(["-flavor", "gnu"] if compiler.linker[-1].endswith("/lld") else [])]
+        return [
+            [*compile_, "-S", source, "-o", text],
+            [*assemble, text, "-o", item],
+            [*link, "-shared", item, "-o", out],
+        ]
     if kind == "nvidia":
         return [[*compile_, source, "-o", out]]
     runtime = [str(p) for p in sorted((hip_dir() / "host").glob("*.cpp"))]
-    if compiler.style == "zig" and os.name == "posix" and platform.system() == "Linux":
+    if compiler.style == "zig" and platform.system() == "Linux":
         # `zig cc -shared` would first build its runtime library for ten seconds; nothing of it is needed.
         sources = [source, *runtime]
         objects = [f"{i}.o" for i in range(len(sources))]

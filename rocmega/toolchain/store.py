@@ -29,12 +29,12 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def read(entry: Path) -> dict[str, Any] | None:
-    """The manifest of a complete entry whose files have the sizes and hashes it says; None for anything else."""
+def read(entry: Path, name: str = MANIFEST) -> dict[str, Any] | None:
+    """The manifest of a folder whose files have the sizes and hashes it says; None for anything else."""
     try:
-        manifest: dict[str, Any] = json.loads((entry / MANIFEST).read_text())
-        for name, (size, expected) in manifest["files"].items():
-            path = entry / name
+        manifest: dict[str, Any] = json.loads((entry / name).read_text())
+        for file, (size, expected) in manifest["files"].items():
+            path = entry / file
             if path.stat().st_size != size or digest(path) != expected:
                 return None
         return manifest
@@ -50,11 +50,24 @@ def seal(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
+def write(path: Path, content: bytes) -> None:
+    """Writes a file that appears complete or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
 def put(folder: Path, entry: Path) -> None:
     """Moves a sealed folder to its place. Whoever comes second finds the place taken and drops its own."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.rename(folder, entry)
+        folder.rename(entry)
     except OSError:
         if read(entry) is None:
             raise
@@ -64,7 +77,7 @@ def discard(entry: Path) -> None:
     """Removes an entry; first out of the way in one step, so that nobody sees half of it."""
     if entry.exists():
         with workspace() as folder, contextlib.suppress(OSError):
-            os.rename(entry, folder / "discarded")
+            entry.rename(folder / "discarded")
 
 
 @contextlib.contextmanager
@@ -93,6 +106,6 @@ def lock(name: str) -> Iterator[None]:
             import fcntl
 
             place.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context(open(place / f"{name}.lock", "w"))
+            handle = stack.enter_context((place / f"{name}.lock").open("w"))
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

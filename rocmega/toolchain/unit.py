@@ -45,10 +45,14 @@ class Unit:
 
     def __post_init__(self) -> None:
         if not self.name or not all(c.isalnum() or c in "._-" for c in self.name) or self.name.startswith("."):
-            raise ToolchainError(f"The unit name {self.name!r} cannot be a file name: use letters, digits, '.', '_', '-'.")
+            raise ToolchainError(
+                f"The unit name {self.name!r} cannot be a file name: use letters, digits, '.', '_', '-'."
+            )
         for name in self.headers:
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise ToolchainError(f"The generated header {name!r} of unit {self.name} must be a relative path without '..'.")
+                raise ToolchainError(
+                    f"The generated header {name!r} of unit {self.name} must be a relative path without '..'."
+                )
 
     def define_flags(self) -> list[str]:
         return [f"-D{name}={value}" for name, value in sorted(self.defines.items())]
@@ -58,7 +62,9 @@ def _files(folder: Path) -> Iterator[Path]:
     found = (p for p in folder.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     for count, path in enumerate(found):
         if count == MAX_FILES:
-            raise ToolchainError(f"{folder} holds more than {MAX_FILES} source files: put the kernel into a folder of its own.")
+            raise ToolchainError(
+                f"{folder} holds more than {MAX_FILES} source files: put the kernel into a folder of its own."
+            )
         yield path
 
 
@@ -77,7 +83,7 @@ def source_key(unit: Unit, target: str, flags: Sequence[str]) -> str:
         digest.update(content)
 
     label = next(f"{n}/{source.relative_to(r)}" for n, r in roots.items() if source.is_relative_to(r))
-    add("recipe", json.dumps([2, unit.name, label, target, list(flags), unit.define_flags()]).encode())
+    add("recipe", json.dumps([3, unit.name, label, target, list(flags), unit.define_flags()]).encode())
     for name, text in sorted(unit.headers.items()):
         add(f"generated/{name}", text.encode())
     for name, root in roots.items():
