@@ -1,0 +1,365 @@
+"""GLM's configuration: what config.json must say for our mathematics to be the model's.
+
+A field is read, or fixed to the only value we run, or known not to matter for one decode step; anything else is
+refused. All reasons are collected before anything is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocmega.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rocmega.cache import CacheSpec
+
+MODEL_TYPE = "glm_moe_dsa"
+INDEX_NORM_EPS = 1e-6  # of the index keys' LayerNorm; not in config.json
+LATENT_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm; not in config.json (see GlmConfig)
+
+
+@dataclass(frozen=True)
+class GlmConfig:
+    """A model's dimensions and constants, named as in config.json where it has them.
+
+    Fields that are ours:
+        latent_norm_eps: epsilon of q_a_layernorm and kv_a_layernorm. transformers builds them with 1e-6, vLLM with
+            rms_norm_eps; config.json does not say. We follow transformers.
+        dense_layers: per layer, True for a dense MLP and False for a mixture of experts.
+        full_index: per layer, True if it selects for itself and False if it shares the previous full layer's selection.
+        quantized: True for FP8 e4m3 weights with 128x128 block scales.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    max_position_embeddings: int
+    routed_scaling_factor: float
+    rms_norm_eps: float
+    rope_theta: float
+    dense_layers: tuple[bool, ...]
+    full_index: tuple[bool, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    quantized: bool = False
+    latent_norm_eps: float = LATENT_NORM_EPS
+    index_norm_eps: float = INDEX_NORM_EPS
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Values of a cached token in one layer: latent and rotated rope channels."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied with."""
+        return self.qk_head_dim**-0.5
+
+    @property
+    def index_scale(self) -> float:
+        """What index key products are multiplied with, before the ReLU."""
+        return self.index_head_dim**-0.5
+
+    @property
+    def index_weight_scale(self) -> float:
+        """What the index heads' weights are multiplied with."""
+        return self.index_n_heads**-0.5
+
+    def cache_spec(self, cache_format: str) -> CacheSpec:
+        """The cache of this model, for weights whose cache format is "f32" or "bf16"."""
+        from rocmega.cache import CacheSpec
+        from rocmega.checkpoint.tiles import dtype_of
+
+        return CacheSpec(self.latent_dim, self.index_head_dim, self.full_index, dtype_of(cache_format))
+
+
+def from_dir(directory: str | Path) -> GlmConfig:
+    """Reads a checkpoint directory's config.json. Raises ConfigError as `from_dict` does."""
+    from rocmega.registry import read_config
+
+    return from_dict(read_config(directory))
+
+
+def from_dict(config: dict[str, Any]) -> GlmConfig:
+    """Reads the object of a config.json. Raises ConfigError with every reason not to run the model."""
+    return _Reader(config).read()
+
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "index_topk",
+    "max_position_embeddings",
+)  # fmt: skip
+_LARGEST = {"num_hidden_layers": 10_000}  # lists as long as the model is deep are built before anything is read
+_NUMBERS = ("routed_scaling_factor", "rms_norm_eps")
+
+# The only value we run, if the field is there (None counts as absent).
+_FIXED: dict[str, Any] = {
+    "model_type": MODEL_TYPE,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_router_dtype": "float32",
+    "moe_layer_freq": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
+    "indexer_rope_interleave": True,
+}
+
+# Read below, each by its own rule.
+_READ = {
+    "rope_parameters", "rope_theta", "rope_scaling", "indexer_types", "index_topk_freq", "index_skip_topk_offset",
+    "index_topk_pattern", "mlp_layer_types", "first_k_dense_replace", "layer_types", "num_key_value_heads",
+    "qk_head_dim", "num_experts", "num_local_experts", "eos_token_id", "quantization_config",
+}  # fmt: skip
+
+# Known, and without influence on a decode step's result. head_dim is among them: what it says of GLM is misleading.
+_IRRELEVANT = {
+    "architectures", "auto_map", "_name_or_path", "_attn_implementation", "transformers_version", "dtype",
+    "torch_dtype", "head_dim", "attention_dropout", "initializer_range", "use_cache", "ep_size", "pretraining_tp",
+    "bos_token_id", "pad_token_id", "num_nextn_predict_layers", "index_share_for_mtp_iteration", "return_dict",
+    "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
+    "is_encoder_decoder", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "output_router_logits",
+}  # fmt: skip
+
+# What transformers calls a layer with the indexer, by version.
+_LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
+
+
+class _Reader:
+    """Collects fields and reasons; `read` returns the configuration or raises with all of them."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = {name: value for name, value in config.items() if value is not None}
+        self.reasons: list[str] = []
+
+    def read(self) -> GlmConfig:
+        fields: dict[str, Any] = {name: self._size(name) for name in _SIZES}
+        fields.update({name: self._number(name) for name in _NUMBERS})
+        self._check_unknown()
+        self._check_fixed()
+        layers = fields["num_hidden_layers"]
+        fields["rope_theta"] = self._rope_theta()
+        fields["full_index"] = self._full_index(layers)
+        fields["dense_layers"] = self._dense_layers(layers)
+        fields["eos_token_ids"] = self._eos_token_ids()
+        fields["quantized"] = self._quantized()
+        self._check_layer_types(layers)
+        self._check_sizes(fields)
+        if self.reasons:
+            count = f"{len(self.reasons)} reasons" if len(self.reasons) > 1 else "one reason"
+            raise ConfigError(
+                f"config.json describes a model that cannot be run, for {count}: " + "; ".join(self.reasons) + "."
+            )
+        return GlmConfig(**fields)
+
+    def _refuse(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    # Single fields. A refused one reads as 1, so that the other checks can go on.
+
+    def _size(self, name: str) -> int:
+        value = self.config.get(name)
+        if name == "n_routed_experts" and value is None:
+            value = self.config.get("num_experts", self.config.get("num_local_experts"))
+        if type(value) is int and 0 < value <= _LARGEST.get(name, 2**31 - 1):
+            return value
+        self._refuse(f"{name} is missing" if value is None else f"{name} is {value!r}, not a sensible positive integer")
+        return 1
+
+    def _number(self, name: str) -> float:
+        value: Any = self.config.get(name)
+        if type(value) in (int, float) and isfinite(value) and value > 0:
+            return float(value)
+        self._refuse(f"{name} is missing" if value is None else f"{name} is {value!r}, not a positive number")
+        return 1.0
+
+    def _check_unknown(self) -> None:
+        known = {*_SIZES, *_NUMBERS, *_FIXED, *_READ, *_IRRELEVANT}
+        for name in sorted(self.config.keys() - known):
+            self._refuse(f"{name} is not a field known for this model and could change its mathematics")
+
+    def _check_fixed(self) -> None:
+        if "model_type" not in self.config:
+            self._refuse("model_type is missing")
+        for name, only in _FIXED.items():
+            value = self.config.get(name, only)
+            if type(value) is not type(only) or value != only:
+                self._refuse(f"{name} is {value!r} and only {only!r} is supported")
+
+    def _rope_theta(self) -> float:
+        found = {}
+        if "rope_theta" in self.config:
+            found["rope_theta"] = self.config["rope_theta"]
+        for name in ("rope_parameters", "rope_scaling"):
+            parameters = self.config.get(name, {})
+            if not isinstance(parameters, dict):
+                self._refuse(f"{name} is {parameters!r}, not an object")
+                continue
+            if "rope_theta" in parameters:
+                found[f"{name}.rope_theta"] = parameters["rope_theta"]
+            self._check_rope_kind(name, parameters)
+        for name, value in found.items():
+            if type(value) not in (int, float) or not isfinite(value) or value <= 1:
+                self._refuse(f"{name} is {value!r}, not a number above 1")
+                return 1.0
+        if not found:
+            self._refuse("rope_theta is missing, in rope_parameters and beside it")
+            return 1.0
+        if len(set(found.values())) > 1:
+            self._refuse(
+                "the values of rope_theta differ: " + ", ".join(f"{name} {value}" for name, value in found.items())
+            )
+        return float(next(iter(found.values())))
+
+    def _check_rope_kind(self, name: str, parameters: dict[str, Any]) -> None:
+        only = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+        for key, value in parameters.items():
+            if key in only:
+                if value != only[key]:
+                    self._refuse(f"{name}.{key} is {value!r} and only {only[key]!r} is supported")
+            elif key != "rope_theta" and value is not None:
+                self._refuse(f"{name}.{key} is not known for this model's rotary embedding")
+
+    # Fields that describe the layers, each in more than one way. All that are there must agree.
+
+    def _full_index(self, layers: int) -> tuple[bool, ...]:
+        found: dict[str, tuple[bool, ...]] = {}
+        if "indexer_types" in self.config:
+            found["indexer_types"] = self._kinds("indexer_types", layers, {"full": True, "shared": False})
+        if "index_topk_pattern" in self.config:
+            kinds = {"F": True, "S": False, "full": True, "shared": False}
+            found["index_topk_pattern"] = self._kinds("index_topk_pattern", layers, kinds)
+        if "index_topk_freq" in self.config or "index_skip_topk_offset" in self.config:
+            frequency, offset = self.config.get("index_topk_freq", 1), self.config.get("index_skip_topk_offset", 2)
+            if type(frequency) is not int or type(offset) is not int or frequency < 1 or offset < 0:
+                self._refuse(f"index_topk_freq {frequency!r} with index_skip_topk_offset {offset!r} is no schedule")
+            else:
+                schedule = tuple(max(layer - offset + 1, 0) % frequency == 0 for layer in range(layers))
+                found["index_topk_freq and index_skip_topk_offset"] = schedule
+        full = self._agreed(found, (True,) * layers)
+        if full and not full[0]:
+            self._refuse("the first layer shares a selection, and there is none before it")
+        return full
+
+    def _dense_layers(self, layers: int) -> tuple[bool, ...]:
+        found: dict[str, tuple[bool, ...]] = {}
+        if "mlp_layer_types" in self.config:
+            found["mlp_layer_types"] = self._kinds("mlp_layer_types", layers, {"dense": True, "sparse": False})
+        if "first_k_dense_replace" in self.config:
+            dense = self.config["first_k_dense_replace"]
+            if type(dense) is not int or dense < 0:
+                self._refuse(f"first_k_dense_replace is {dense!r}, not a natural number")
+            else:
+                found["first_k_dense_replace"] = tuple(layer < dense for layer in range(layers))
+        if not {"mlp_layer_types", "first_k_dense_replace"} & self.config.keys():
+            self._refuse("mlp_layer_types and first_k_dense_replace are both missing")
+        return self._agreed(found, (True,) * layers)
+
+    def _kinds(self, name: str, layers: int, kinds: dict[str, bool]) -> tuple[bool, ...]:
+        values = self.config[name]
+        if not isinstance(values, (list, tuple, str)) or not all(isinstance(v, str) and v in kinds for v in values):
+            self._refuse(f"{name} may hold only {', '.join(repr(kind) for kind in kinds)}, one for each layer")
+            return ()
+        if len(values) != layers:
+            self._refuse(f"{name} has {len(values)} entries for {layers} layers")
+            return ()
+        return tuple(kinds[value] for value in values)
+
+    def _agreed(self, found: dict[str, tuple[bool, ...]], default: tuple[bool, ...]) -> tuple[bool, ...]:
+        readable = {name: kinds for name, kinds in found.items() if kinds}
+        if len(set(readable.values())) > 1:
+            self._refuse(" and ".join(readable) + " describe different layers")
+        return next(iter(readable.values()), default)
+
+    def _check_layer_types(self, layers: int) -> None:
+        types = self.config.get("layer_types", [])
+        if not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
+            self._refuse(f"layer_types may hold only {' or '.join(repr(kind) for kind in _LAYER_TYPES)}")
+        elif types and len(types) != layers:
+            self._refuse(f"layer_types has {len(types)} entries for {layers} layers")
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        value = self.config.get("eos_token_id", [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            self._refuse(f"eos_token_id is {value!r}, not a token id or a list of them")
+            return ()
+        return tuple(ids)
+
+    def _quantized(self) -> bool:
+        if "quantization_config" not in self.config:
+            return False
+        quantization = self.config["quantization_config"]
+        if not isinstance(quantization, dict):
+            self._refuse(f"quantization_config is {quantization!r}, not an object")
+            return False
+        if quantization.get("quant_method") != "fp8":
+            method = quantization.get("quant_method")
+            self._refuse(f"quantization_config.quant_method is {method!r} and only 'fp8' (128x128 blocks) is supported")
+            return True
+        only: dict[str, Callable[[Any], bool]] = {
+            "quant_method": lambda value: True,
+            "fmt": lambda value: value == "e4m3",
+            "weight_block_size": lambda value: list(value) == [128, 128] if isinstance(value, (list, tuple)) else False,
+            "activation_scheme": lambda value: value == "dynamic",
+            "modules_to_not_convert": lambda value: isinstance(value, list),  # the tensors themselves tell
+        }
+        if quantization.get("weight_block_size") is None:
+            self._refuse("quantization_config.weight_block_size is missing, and only [128, 128] is supported")
+        for name, value in quantization.items():
+            if value is None:
+                continue
+            if name not in only:
+                self._refuse(f"quantization_config.{name} is not known for this model")
+            elif not only[name](value):
+                self._refuse(f"quantization_config.{name} is {value!r}, which is not supported")
+        return True
+
+    def _check_sizes(self, fields: dict[str, Any]) -> None:
+        heads = fields["num_attention_heads"]
+        nope, rope = fields["qk_nope_head_dim"], fields["qk_rope_head_dim"]
+        equal = {"num_key_value_heads": heads, "qk_head_dim": nope + rope}
+        equal.update(dict.fromkeys(("num_experts", "num_local_experts"), fields["n_routed_experts"]))
+        for name, expected in equal.items():
+            if self.config.get(name, expected) != expected:
+                self._refuse(
+                    f"{name} is {self.config[name]!r}, which contradicts the other fields: they make it {expected}"
+                )
+        if rope % 2:
+            self._refuse(f"qk_rope_head_dim {rope} is odd, and rotation works on pairs")
+        if rope > fields["index_head_dim"]:
+            self._refuse(f"qk_rope_head_dim {rope} is more than index_head_dim {fields['index_head_dim']}")
+        if fields["num_experts_per_tok"] > fields["n_routed_experts"]:
+            self._refuse(
+                f"num_experts_per_tok {fields['num_experts_per_tok']} is more than there are experts, "
+                f"{fields['n_routed_experts']}"
+            )

@@ -1,0 +1,229 @@
+"""GLM models without a download: the published dimensions, and small models with random weights.
+
+`write_checkpoint` writes a directory as published: config.json, safetensors shards and their index, with published
+names. The small models keep all that matters of the big ones: dense and mixture layers, shared selections, contexts
+beyond index_topk. No value is one that hides an error: no zero bias, no unit norm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rocmega.checkpoint import INDEX
+from rocmega.checkpoint.tiles import SCALE_BLOCK, dequantize_fp8, scale_grid
+from rocmega.errors import RequestError
+from rocmega.models.glm.config import MODEL_TYPE, GlmConfig, from_dict
+from rocmega.models.glm.weights import Expected, expected_tensors, scale_name
+
+_COMMON = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "indexer_rope_interleave": True,
+    "initializer_range": 0.02,
+    "model_type": MODEL_TYPE,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_cache": True,
+}
+_PUBLISHED = {
+    "hidden_size": 6144, "intermediate_size": 12288, "moe_intermediate_size": 2048, "num_hidden_layers": 78,
+    "vocab_size": 154880, "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "qk_head_dim": 256, "v_head_dim": 256, "head_dim": 64, "index_n_heads": 32,
+    "index_head_dim": 128, "index_topk": 2048, "num_nextn_predict_layers": 1, "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829], "pad_token_id": 154820,
+}  # fmt: skip
+_TINY = {
+    "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 8,
+    "vocab_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 32, "qk_head_dim": 80,
+    "v_head_dim": 64, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 24, "max_position_embeddings": 4096,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+# The published widths of a layer, with few heads, experts, layers and words: about 1.7 billion weights.
+_MID = {
+    **_TINY,
+    "hidden_size": 6144, "intermediate_size": 2048, "moe_intermediate_size": 2048, "num_hidden_layers": 5,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 8, "q_lora_rank": 2048,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "qk_head_dim": 256, "v_head_dim": 256,
+    "index_n_heads": 32, "index_head_dim": 128,
+}  # fmt: skip
+
+
+def _glm5(dimensions: dict[str, Any]) -> dict[str, Any]:
+    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
+    return {"max_position_embeddings": 202752, **_COMMON, **dimensions, "rope_parameters": rope}
+
+
+def _glm52(dimensions: dict[str, Any]) -> dict[str, Any]:
+    layers = dimensions["num_hidden_layers"]
+    kinds = ["full" if max(layer - 2, 0) % 4 == 0 else "shared" for layer in range(layers)]
+    rope = {"rope_theta": 8000000.0, "rope_type": "default"}
+    longest = {"max_position_embeddings": 1048576}
+    return {**longest, **_COMMON, **dimensions, "rope_parameters": rope, "indexer_types": kinds}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "glm-5": _glm5(_PUBLISHED),
+    "glm-5.2": _glm52(_PUBLISHED),
+    "glm-5-tiny": _glm5(_TINY),
+    "glm-5.2-tiny": _glm52(_TINY),
+    "glm-5-mid": _glm5(_MID),
+    "glm-5.2-mid": _glm52(_MID),
+}
+WRITABLE = tuple(name for name in PRESETS if name.endswith(("-tiny", "-mid")))
+DTYPES = ("f32", "bf16", "fp8")
+
+_QUANTIZATION = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "model.embed_tokens", "mlp.gate", "self_attn.indexer.weights_proj"],
+    "quant_method": "fp8",
+    "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A copy of a preset's config.json. Raises RequestError for an unknown name."""
+    if name not in PRESETS:
+        raise RequestError(f"there is no preset {name!r}; known presets: {', '.join(PRESETS)}.")
+    return json.loads(json.dumps(PRESETS[name]))
+
+
+def write_checkpoint(
+    name: str,
+    directory: str | Path,
+    dtype: str = "f32",
+    seed: int = 0,
+    *,
+    dequantized: bool = False,
+    shards: int = 3,
+) -> Path:
+    """Writes a small preset with random weights, the same ones for the same seed; returns the directory.
+
+    dtype: "f32"; "bf16"; or "fp8", e4m3 with 128x128 float32 scales where published checkpoints have them and bf16
+    elsewhere. dequantized: the values of the "bf16" or "fp8" checkpoint, written as float32 without quantization: its
+    exact twin. shards: how many files the tensors are spread over.
+    """
+    from safetensors.torch import save_file
+
+    if name not in WRITABLE or dtype not in DTYPES:
+        raise RequestError(
+            f"weights of {name!r} in {dtype!r} cannot be made: use one of {', '.join(WRITABLE)} in f32, bf16 or fp8."
+        )
+    config = preset(name)
+    config["dtype"] = "float32" if dtype == "f32" or dequantized else "bfloat16"
+    if dtype == "fp8" and not dequantized:
+        config["quantization_config"] = _QUANTIZATION
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    model = from_dict(config)
+    expected = expected_tensors(model)
+    groups = _group_by_layer(expected, shards)
+    weight_map, total = {}, 0
+    for number, names in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors = dict(_stored(model, {tensor: expected[tensor] for tensor in names}, dtype, seed, dequantized))
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    _fused.cache_clear()
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    return directory
+
+
+def _group_by_layer(expected: Expected, shards: int) -> list[list[str]]:
+    """The tensor names, in order, in `shards` groups of about the same size."""
+    names = list(expected)
+    size = -(-len(names) // max(1, min(shards, len(names))))
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def _stored(
+    model: GlmConfig, expected: Expected, dtype: str, seed: int, dequantized: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, (shape, kind) in expected.items():
+        value = _value(model, name, shape, seed)
+        if dtype == "fp8" and kind in ("linear", "up"):
+            weight, scales = quantize_fp8(value)
+            if dequantized:
+                yield name, dequantize_fp8(weight, scales)
+            else:
+                yield name, weight
+                yield scale_name(name), scales
+        elif dtype == "f32" or name.endswith("e_score_correction_bias"):
+            yield name, value
+        else:
+            rounded = value.to(torch.bfloat16)
+            yield name, rounded.float() if dequantized else rounded
+
+
+def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A float32 matrix [n, k] as e4m3 and float32 scales per 128x128 block, whose largest value becomes 448."""
+    n, k = weight.shape
+    rows, columns = scale_grid(n, k)
+    padded = weight.new_zeros(rows * SCALE_BLOCK, columns * SCALE_BLOCK)
+    padded[:n, :k] = weight
+    blocks = padded.view(rows, SCALE_BLOCK, columns, SCALE_BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3)).clamp_min(1e-12) / 448.0
+    quantized = (blocks / scales[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return quantized.view(padded.shape)[:n, :k].contiguous(), scales
+
+
+def _value(config: GlmConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A tensor's float32 values: a pure function of model, name, shape and seed.
+
+    A layer's experts are drawn together, under the names that transformers gives their fused tensors, so that seed 0
+    is the model which anything else that draws by parameter name gets.
+    """
+    if ".mlp.experts." not in name:
+        return _drawn(name, shape, seed)
+    layer, rest = name.split(".mlp.experts.")
+    expert, part, _ = rest.split(".")
+    (n, k), experts = shape, config.n_routed_experts
+    if part == "down_proj":
+        return _fused(f"{layer}.mlp.experts.down_proj", (experts, n, k), seed)[int(expert)].clone()
+    gate, up = _fused(f"{layer}.mlp.experts.gate_up_proj", (experts, 2 * n, k), seed)[int(expert)].chunk(2)
+    return (gate if part == "gate_proj" else up).clone()
+
+
+@lru_cache(maxsize=2)  # one layer's two fused tensors
+def _fused(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return _drawn(name, shape, seed)
+
+
+def _drawn(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    values = torch.randn(shape, generator=generator)
+    if name.endswith("e_score_correction_bias"):
+        return values * 0.05
+    if name.endswith("k_norm.bias"):
+        return values * 0.1
+    if len(shape) == 1:
+        return 1 + values * 0.1
+    if name == "model.embed_tokens.weight":
+        return values
+    gain = {"lm_head.weight": 4.0}.get(name, 2.0 if name.endswith("mlp.gate.weight") else 1.0)
+    return values * (gain / math.sqrt(shape[-1]))

@@ -1,0 +1,204 @@
+"""The paged cache: per layer one pool of pages, which requests share through their block tables.
+
+A page holds PAGE neighbouring positions of one request. Kernels and PyTorch see the same memory: each pool is a
+driver's shared buffer, and `latent[layer]` and `index[layer]` are views of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rocmega.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE = 64  # positions in a page
+NO_PAGE = -1  # block table entry where a request has no page
+
+
+class Buffer(Protocol):
+    """Memory that kernels and PyTorch both see (a driver's SharedBuffer)."""
+
+    address: int  # what kernels are given
+    tensor: torch.Tensor  # uint8 view for PyTorch
+
+    def close(self) -> None: ...
+
+
+class Memory(Protocol):
+    """Whatever hands out such memory: every driver does."""
+
+    def shared(self, name: str, nbytes: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class TorchBuffer:
+    """Plain torch memory behind the Buffer protocol."""
+
+    address: int
+    tensor: torch.Tensor
+    nbytes: int
+
+    def close(self) -> None:
+        """Nothing to do: torch frees it."""
+
+
+@dataclass(frozen=True)
+class TorchMemory:
+    """Plain torch memory: for runs of the standard path alone, without a driver."""
+
+    device: str = "cpu"
+
+    def shared(self, name: str, nbytes: int) -> TorchBuffer:
+        """Zeroed memory; the name is for reports only."""
+        import torch
+
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return TorchBuffer(tensor.data_ptr(), tensor, nbytes)
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What one cached token is.
+
+    Fields:
+        latent_dim: values of a layer's entry: latent, then rotated rope channels.
+        index_dim: values of an index key.
+        full_index: per layer, whether it has index keys of its own.
+        dtype: of all entries, float32 or bfloat16.
+    """
+
+    latent_dim: int
+    index_dim: int
+    full_index: tuple[bool, ...]
+    dtype: torch.dtype
+
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        values = len(self.full_index) * self.latent_dim + sum(self.full_index) * self.index_dim
+        return PAGE * values * self.dtype.itemsize
+
+
+class PageAllocator:
+    """A free list of page numbers; the page given back last is given out first."""
+
+    def __init__(self, pages: int):
+        self.pages = pages
+        self._free = list(reversed(range(pages)))
+        self._used: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        """Pages nobody has."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages, or raises RequestError and takes none."""
+        if count > len(self._free):
+            raise RequestError(
+                f"the cache is full: {count} more pages of {PAGE} tokens are needed and {len(self._free)} of "
+                f"{self.pages} are free. Run fewer or shorter requests at once, or configure a larger cache."
+            )
+        taken = [self._free.pop() for _ in range(count)]
+        self._used.update(taken)
+        return taken
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Gives pages back; a page that is not in use is a bug of the caller."""
+        for page in pages:
+            if page not in self._used:
+                raise ValueError(f"page {page} is not in use")
+            self._used.remove(page)
+            self._free.append(page)
+
+
+class PagedCache:
+    """Latent and index caches of all layers, with a block table per request.
+
+    Fields:
+        latent: per layer, spec.dtype [pages, PAGE, latent_dim].
+        index: per layer, spec.dtype [pages, PAGE, index_dim], None in layers that share another's selection.
+    """
+
+    def __init__(self, spec: CacheSpec, pages: int, memory: Memory):
+        if pages < 1:
+            raise RequestError(f"a cache needs at least one page, not {pages}.")
+        self.spec, self.pages = spec, pages
+        self.allocator = PageAllocator(pages)
+        self._tables: dict[Hashable, list[int]] = {}
+        self._latent_buffers: list[Buffer] = []
+        self._index_buffers: list[Buffer | None] = []
+        for layer, full in enumerate(spec.full_index):
+            self._latent_buffers.append(memory.shared(f"latent_cache[{layer}]", self._nbytes(spec.latent_dim)))
+            self._index_buffers.append(
+                memory.shared(f"index_cache[{layer}]", self._nbytes(spec.index_dim)) if full else None
+            )
+        self.latent = [self._view(buffer, spec.latent_dim) for buffer in self._latent_buffers]
+        self.index = [None if buffer is None else self._view(buffer, spec.index_dim) for buffer in self._index_buffers]
+
+    def _nbytes(self, width: int) -> int:
+        return self.pages * PAGE * width * self.spec.dtype.itemsize
+
+    def _view(self, buffer: Buffer, width: int) -> torch.Tensor:
+        return buffer.tensor.view(self.spec.dtype).view(self.pages, PAGE, width)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches are."""
+        return self.latent[0].device
+
+    def latent_address(self, layer: int) -> int:
+        """What kernels are given for `latent[layer]`."""
+        return self._latent_buffers[layer].address
+
+    def index_address(self, layer: int) -> int:
+        """What kernels are given for `index[layer]`; 0 in layers without index keys."""
+        buffer = self._index_buffers[layer]
+        return 0 if buffer is None else buffer.address
+
+    def bytes(self) -> int:
+        """Device bytes of all pages."""
+        return self.pages * self.spec.page_bytes()
+
+    def grow(self, request: Hashable, tokens: int) -> list[int]:
+        """Makes room for the request's first `tokens` positions; returns its pages, in order.
+
+        A request begins with its first growth. Raises RequestError, changing nothing, if the cache is full.
+        """
+        table = self._tables.get(request, [])
+        missing = -(-tokens // PAGE) - len(table)
+        if missing > 0:
+            table = self._tables[request] = table + self.allocator.allocate(missing)
+        return list(table)
+
+    def release(self, request: Hashable) -> None:
+        """Gives all pages of a request back; a request without pages is fine."""
+        self.allocator.free(self._tables.pop(request, []))
+
+    def block_table(self, requests: Sequence[Hashable], max_pages: int | None = None) -> torch.Tensor:
+        """The requests' pages, int32 [len(requests), max_pages] on the CPU, padded with NO_PAGE.
+
+        max_pages: width of the table; the longest request's pages if not given.
+        """
+        import torch
+
+        tables = [self._tables.get(request, []) for request in requests]
+        longest = max((len(table) for table in tables), default=0)
+        width = longest if max_pages is None else max_pages
+        if longest > width:
+            raise RequestError(
+                f"a request has {longest} pages and the block table is {width} wide: raise max_model_len."
+            )
+        out = torch.full((len(tables), width), NO_PAGE, dtype=torch.int32)
+        for row, table in enumerate(tables):
+            out[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        return out
+
+    def close(self) -> None:
+        """Frees the memory; the views must not be used afterwards."""
+        for buffer in (*self._latent_buffers, *self._index_buffers):
+            if buffer is not None:
+                buffer.close()

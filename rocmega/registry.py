@@ -1,0 +1,45 @@
+"""Which family runs which model: from the `model_type` of a config.json to a folder in models/."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rocmega.errors import ConfigError
+
+FAMILIES = {"glm_moe_dsa": "rocmega.models.glm"}
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """A checkpoint directory's config.json; ConfigError if there is none to read."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give the folder of a checkpoint.") from None
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a JSON object: it is damaged. Fetch it again.")
+    return config
+
+
+def family_package(model_type: object) -> str:
+    """The package of a model type, such as "rocmega.models.glm"; ConfigError if nobody runs it."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ConfigError(f"model_type {model_type!r} in config.json is not supported; known types: {known}.")
+    return FAMILIES[model_type]
+
+
+def family_module(model_type: object, name: str) -> Any:
+    """One module of a family: "config", "weights", "standard", "mega" or "presets"."""
+    return import_module(f"{family_package(model_type)}.{name}")
+
+
+def load_config(directory: str | Path) -> Any:
+    """The family's configuration object for a checkpoint directory, or ConfigError with every reason."""
+    config = read_config(directory)
+    return family_module(config.get("model_type"), "config").from_dict(config)

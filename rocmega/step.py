@@ -1,0 +1,79 @@
+"""One decode step's input, the same for every path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rocmega.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The rows of one decode step: different requests, each at its own position.
+
+    Fields:
+        tokens: int32 [rows], the tokens to run.
+        positions: int32 [rows], their positions, which are also the numbers of cached tokens before them.
+        block_table: int32 [rows, max_pages], page of each PAGE positions; entries past a row's position are not read.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    block_table: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """How many rows the step has."""
+        return self.tokens.shape[0]
+
+    def check(self, *, vocab: int, max_rows: int | None = None, max_model_len: int | None = None) -> None:
+        """Raises RequestError if a row cannot be run: before any kernel sees it."""
+        rows = self.rows
+        if (
+            rows == 0
+            or self.positions.shape != (rows,)
+            or self.block_table.dim() != 2
+            or self.block_table.shape[0] != rows
+        ):
+            raise RequestError(
+                f"a step wants tokens [rows], positions [rows] and a block table [rows, pages], not "
+                f"{list(self.tokens.shape)}, {list(self.positions.shape)} and {list(self.block_table.shape)}."
+            )
+        if max_rows is not None and rows > max_rows:
+            raise RequestError(
+                f"the step has {rows} rows and at most {max_rows} are configured: raise max_rows or send fewer."
+            )
+        check_tokens(self.tokens, vocab)
+        last = int(self.positions.max())
+        if int(self.positions.min()) < 0:
+            raise RequestError(f"position {int(self.positions.min())} is negative: positions count from 0.")
+        if max_model_len is not None and last >= max_model_len:
+            raise RequestError(
+                f"position {last} is past the configured context of {max_model_len} tokens: raise max_model_len."
+            )
+        from rocmega.cache import PAGE
+
+        pages = self.positions.long() // PAGE + 1
+        if int(pages.max()) > self.block_table.shape[1]:
+            raise RequestError(
+                f"position {last} needs {int(pages.max())} pages and the block table has {self.block_table.shape[1]}."
+            )
+        written = (self.block_table >= 0).long().cumprod(dim=1).sum(dim=1)
+        if bool((written < pages.to(written.device)).any()):
+            row = int((written < pages.to(written.device)).nonzero()[0])
+            raise RequestError(
+                f"row {row} is at position {int(self.positions[row])} but has no page for it: grow it first."
+            )
+
+
+def check_tokens(tokens: torch.Tensor, vocab: int) -> None:
+    """Raises RequestError unless all tokens are in the vocabulary."""
+    if tokens.numel() == 0:
+        raise RequestError("there are no tokens to run: a prompt needs at least one.")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab:
+        raise RequestError(f"token {low if low < 0 else high} is not in the vocabulary: ids go from 0 to {vocab - 1}.")
