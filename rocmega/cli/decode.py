@@ -1,0 +1,146 @@
+"""`rocmega decode`: complete prompts with a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import typer
+
+from rocmega.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocmega.llm import LLM, RequestOutput
+
+
+def decode(
+    directory: Path = typer.Argument(..., metavar="DIR", help="Checkpoint: config.json and safetensors, as published."),
+    tokens: list[str] = typer.Option(
+        [], help="A prompt as token ids: 1,2,3. Repeat it for several rows.", metavar="IDS"
+    ),
+    prompt: list[str] = typer.Option([], help="A prompt as text. Repeat it for several rows.", metavar="TEXT"),
+    max_new_tokens: int = typer.Option(16, min=1, help="How many tokens to generate at most."),
+    path: str = typer.Option("auto", help="mega, standard, or auto: mega where it can."),
+    blocks: Optional[int] = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
+    seed: Optional[int] = typer.Option(None, help="Of the CPU target's scheduler. Any seed gives the same bits."),
+    device: str = typer.Option("auto", help="auto, host, hip or cuda."),
+    max_rows: int = typer.Option(16, min=1, help="How many prompts may run together."),
+    max_model_len: Optional[int] = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
+    ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after an end-of-sequence token."),
+    save_logits: Optional[Path] = typer.Option(
+        None, metavar="FILE", help="Write the logits of every generated token to a safetensors file."
+    ),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Complete prompts, greedily: a prompt by the standard path, the rest by the mega-task."""
+    from rocmega.cli.output import print_json, progress
+    from rocmega.llm import LLM, SamplingParams
+
+    prompts = _prompts(tokens, prompt)
+    if save_logits is not None and not save_logits.absolute().parent.is_dir():
+        raise RequestError(f"--save-logits {save_logits}: its folder does not exist.")
+    saved = _SavedLogits(len(prompts))
+    with progress(quiet=json) as show:
+        llm = LLM(
+            directory,
+            device=device,
+            path=path,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            blocks=blocks,
+            seed=seed,
+            progress=show,
+        )
+        sampling = SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos)
+        results = llm.generate(prompts, sampling, observer=saved if save_logits is not None else None)
+    if save_logits is not None:
+        saved.write(save_logits, results)
+    if json:
+        print_json(_report(llm, path, results))
+    else:
+        _print(llm, results)
+    llm.close()
+
+
+def _prompts(tokens: list[str], prompts: list[str]) -> list[Any]:
+    if bool(tokens) == bool(prompts):
+        raise RequestError("Give prompts either as --tokens 1,2,3 or as --prompt TEXT (each may be repeated).")
+    return [_ids(text) for text in tokens] if tokens else prompts
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise RequestError(f"--tokens {text!r} is not a list of token ids such as 1,2,3.") from None
+
+
+class _SavedLogits:
+    """Keeps each token's logits as they are made. In the file: `logits.<row>` f32 [tokens, vocab], `tokens.<row>` int64."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+
+    def __call__(self, request: int, number: int, logits: torch.Tensor) -> None:
+        self.rows[request].append(logits.detach().float().cpu().clone())
+
+    def write(self, file: Path, results: list[RequestOutput]) -> None:
+        import torch
+        from safetensors.torch import save_file
+
+        tensors = {f"logits.{row}": torch.stack(kept) for row, kept in enumerate(self.rows)}
+        tensors |= {f"tokens.{row}": torch.tensor(r.outputs[0].token_ids) for row, r in enumerate(results)}
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            save_file(tensors, partial)
+            partial.replace(file)  # complete, or not there
+        except OSError as error:
+            raise RequestError(f"--save-logits {file} could not be written: {error}.") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _report(llm: LLM, path: str, results: list[RequestOutput]) -> dict[str, Any]:
+    return {
+        "model": str(llm.runner.directory),
+        "device": llm.runner.target,
+        "path": path,
+        "outputs": [
+            {
+                "request_id": result.request_id,
+                "prompt": result.prompt,
+                "prompt_token_ids": result.prompt_token_ids,
+                "token_ids": result.outputs[0].token_ids,
+                "text": result.outputs[0].text,
+                "finish_reason": result.outputs[0].finish_reason,
+            }
+            for result in results
+        ],
+        "metrics": llm.metrics(),
+    }
+
+
+def _print(llm: LLM, results: list[RequestOutput]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from rocmega.cli.output import console
+
+    out = console()
+    table = Table("row", "prompt", "tokens", "text", "end")
+    for row, result in enumerate(results):
+        answer = result.outputs[0]
+        shown = result.prompt if result.prompt is not None else f"{len(result.prompt_token_ids)} tokens"
+        ids = " ".join(map(str, answer.token_ids))
+        table.add_row(str(row), Text(shown), ids, Text(answer.text or "(no tokenizer)"), answer.finish_reason)
+    out.print(table)
+    metrics = llm.metrics()
+    steps = metrics["steps"]
+    out.print(
+        f"{steps['mega']} steps by the mega-task, {steps['standard']} by the standard path, on {llm.runner.where}"
+    )
+    for reason, count in metrics["fallback_reasons"].items():
+        out.print(Text(f"{count} steps fell back: {reason}"))

@@ -1,0 +1,63 @@
+"""`rocmega demo`: a tiny model, three ways."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from rocmega.demo import Comparison
+
+TITLES = {"mega": "mega-task", "standard": "standard path", "transformers": "transformers"}
+
+
+def demo(
+    model: str = typer.Option("glm-5.2-tiny", help="A model with random weights: glm-5.2-tiny or glm-5-tiny."),
+    tokens: int = typer.Option(32, min=1, max=1024, help="How many tokens each path decodes."),
+    blocks: Optional[int] = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
+    device: str = typer.Option("auto", help="auto, host, hip or cuda."),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Decode a tiny model by the mega-task, the standard path and transformers, and compare."""
+    from rocmega.cli.output import print_json, progress
+    from rocmega.demo import run
+
+    with progress(quiet=json) as show:
+        result = run(model, tokens=tokens, blocks=blocks, device=device, progress=show)
+    if json:
+        print_json(result.report())
+    else:
+        _print(result)
+    if not result.agree:
+        raise typer.Exit(1)
+
+
+def _print(result: Comparison) -> None:
+    from rich.table import Table
+
+    from rocmega.cli.output import console
+
+    out = console()
+    out.print(f"{result.model}, random weights, a prompt of {len(result.prompt)} tokens, greedy\n")
+    for path, run in result.runs.items():
+        out.print(f"[bold]{TITLES[path]}[/bold]: {' '.join(map(str, run.tokens))}")
+    for path, reason in result.skipped.items():
+        out.print(f"{TITLES[path]} did not run: {reason}", markup=False)
+    table = Table("path", "launches per token", "counted", "ran on", "seconds")
+    for path, run in result.runs.items():
+        table.add_row(TITLES[path], f"{run.launches:g}", run.counted, run.where, f"{run.seconds:.1f}")
+    out.print()
+    out.print(table)
+    ran = ", ".join(TITLES[path] for path in result.runs)
+    if result.agree:
+        out.print(
+            f"[green]All agree[/green]: {ran} chose the same {len(next(iter(result.runs.values())).tokens)} tokens."
+        )
+    else:
+        out.print(f"[red]They differ[/red]: {ran} did not choose the same tokens.")
+    out.print(f"Largest difference of a logit between any two: {result.max_logit_diff:.2e}")
+    if result.device == "host":
+        out.print(
+            "The CPU target runs the GPU kernel's source, every GPU thread a fiber. Seconds say nothing of a GPU."
+        )

@@ -1,0 +1,293 @@
+"""A loaded model and its two paths: prefill, and single decode steps over a paged cache.
+
+This is the layer under `LLM`: it owns weights, cache and device, and knows nothing of prompts and sampling.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocmega.errors import DriverError, RequestError, ToolchainError
+from rocmega.policy import MEGA_ROWS, Decision, StepShape, choose
+from rocmega.progress import Progress, silent
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocmega.drivers.base import Driver
+    from rocmega.step import StepBatch
+
+DEFAULT_CONTEXT = 4096
+DEVICES = ("auto", "host", "hip", "cuda")
+
+
+@dataclass
+class CachedSequence:
+    """A request's place in the cache; `length` tokens of it are cached."""
+
+    runner: Runner
+    number: int
+    length: int = 0
+
+    def close(self) -> None:
+        """Gives its pages back."""
+        self.runner.cache.release(self.number)
+        self.length = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a decode step gave: the path and why, the greedy token of each row, logits f32 [rows, vocab] if asked for."""
+
+    decision: Decision
+    tokens: list[int]
+    logits: torch.Tensor | None
+
+
+class Runner:
+    """Loads a checkpoint directory for a device. The arguments are those of `rocmega.LLM`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        device: str = "auto",
+        path: str = "auto",
+        max_rows: int = MEGA_ROWS,
+        max_model_len: int | None = None,
+        blocks: int | None = None,
+        seed: int | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        from rocmega import registry
+        from rocmega.checkpoint import Checkpoint
+
+        if not 1 <= max_rows <= MEGA_ROWS:
+            raise RequestError(f"max_rows={max_rows}: one step takes 1 to {MEGA_ROWS} rows.")
+        if blocks is not None and blocks < 1:
+            raise RequestError(f"blocks={blocks}: the mega-task needs at least one block.")
+        if device not in DEVICES:
+            raise RequestError(f"device={device!r}: choose one of {', '.join(DEVICES)}.")
+        self.directory = directory
+        self.family = registry.read_config(directory).get("model_type")
+        self.config: Any = registry.load_config(directory)
+        self.max_rows = max_rows
+        self.max_model_len = self._context(max_model_len)
+        self._blocks = blocks
+        self._progress = progress
+        self._missing: tuple[str, ...] = ()
+        self._mega: Any = None
+        self._numbers = itertools.count()
+        self.driver = self._open_driver(device, path, seed)
+        checkpoint = Checkpoint(directory)
+        label = f"packing the weights of {directory.name}"
+        progress(label)
+        self.weights: Any = self._module("weights").pack(
+            checkpoint, self.config, lambda done, total: progress(label, done, total), device=self.device
+        )
+        checkpoint.close()
+        self.cache = self._new_cache()
+        self.standard: Any = self._module("standard").StandardPath(self.config, self.weights, self.cache)
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and cache are."""
+        import torch
+
+        return self.driver.device if self.driver is not None else torch.device(self._torch_device)
+
+    @property
+    def target(self) -> str:
+        """What kernels are compiled for, "none" without a driver."""
+        return self.driver.arch if self.driver is not None else "none"
+
+    @property
+    def where(self) -> str:
+        """Device and target, for people."""
+        if self.driver is None:
+            return f"PyTorch on {'the CPU' if self.device.type == 'cpu' else self.device}"
+        facts = self.driver.facts()
+        return f"{facts.name} ({facts.arch})"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context_limit(self) -> int:
+        """The longest context that the checkpoint allows."""
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(self.config.eos_token_ids)
+
+    def sequence(self) -> CachedSequence:
+        """A new request, with nothing cached."""
+        return CachedSequence(self, next(self._numbers))
+
+    def prefill(self, sequence: CachedSequence, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Caches tokens after those that are there, by the standard path.
+
+        Returns the logits of the last one, f32 [vocab]; None if there are no tokens. Raises RequestError if the cache is
+        full.
+        """
+        import torch
+
+        if not tokens:
+            return None
+        self.cache.grow(sequence.number, sequence.length + len(tokens))
+        [row] = self._block_table([sequence])
+        ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        logits = self.standard.prefill(ids, sequence.length, row)
+        sequence.length += len(tokens)
+        return logits
+
+    def step(self, rows: Sequence[tuple[CachedSequence, int]], path: str = "auto", *, logits: bool = False) -> Step:
+        """Runs one token of each row and gives the greedy next one of each.
+
+        path: "auto", "mega" or "standard". Raises RequestError if "mega" was asked for and cannot be, with all reasons.
+        """
+        decision = self.decide([sequence for sequence, _ in rows], path, logits=logits)
+        batch = self._batch(rows)
+        if decision.path == "mega":
+            result = self._mega.decode(batch)
+            step = Step(decision, result.tokens.tolist(), result.logits)
+        else:
+            values = self.standard.decode(batch)
+            step = Step(decision, values.argmax(dim=-1).tolist(), values)
+        for sequence, _ in rows:
+            sequence.length += 1
+        return step
+
+    def decide(self, sequences: Sequence[CachedSequence], path: str = "auto", *, logits: bool = False) -> Decision:
+        """The path of the next step of these rows. Makes the mega-task ready if it is to run, which may compile it."""
+        if path == "standard":
+            return Decision("standard")
+        decision = choose(self._shape(sequences, logits))
+        if decision.path == "mega" and self._mega is None:
+            self._prepare_mega(may_fall_back=path == "auto")
+            decision = choose(self._shape(sequences, logits))
+        if path == "mega" and decision.reasons:
+            raise RequestError(f"The mega-task cannot run this step: {'; '.join(decision.reasons)}. Use path='auto'.")
+        return decision
+
+    def close(self) -> None:
+        """Gives back the device memory."""
+        if self._mega is not None and hasattr(self._mega, "close"):
+            self._mega.close()
+        self.cache.close()
+        if self.driver is not None and hasattr(self.driver, "close"):
+            self.driver.close()
+
+    def _module(self, name: str) -> Any:
+        from rocmega import registry
+
+        return registry.family_module(self.family, name)
+
+    def _context(self, asked: int | None) -> int:
+        limit = self.context_limit
+        if asked is None:
+            return min(limit, DEFAULT_CONTEXT)
+        if not 2 <= asked <= limit:
+            raise RequestError(f"max_model_len={asked}: this checkpoint allows contexts of 2 to {limit} tokens.")
+        return asked
+
+    def _open_driver(self, device: str, path: str, seed: int | None) -> Driver | None:
+        """The device's driver; None if the standard path has to do without, which needs torch only."""
+        import torch
+
+        found = "host"
+        if torch.cuda.is_available():
+            found = "hip" if torch.version.hip else "cuda"
+        kind = found if device == "auto" else device
+        self._torch_device = "cpu" if kind == "host" else "cuda"
+        if path == "standard":
+            return None
+        try:
+            return open_driver(kind, seed)
+        except DriverError as error:
+            if path == "mega" or device != "auto":
+                raise
+            self._missing = (str(error),)
+            return None
+
+    def _new_cache(self) -> Any:
+        from rocmega.cache import PAGE, PagedCache, TorchMemory
+
+        pages = self.max_rows * -(-self.max_model_len // PAGE)
+        spec = self.config.cache_spec(self.weights.formats.cache)
+        return PagedCache(spec, pages, self.driver or TorchMemory(self._torch_device))
+
+    def _prepare_mega(self, may_fall_back: bool) -> None:
+        self._progress("preparing the mega-task")
+        try:
+            self._mega = self._module("mega").MegaPath(
+                self.config,
+                self.weights,
+                self.cache,
+                self.driver,
+                blocks=self._blocks,
+                max_rows=self.max_rows,
+                max_model_len=self.max_model_len,
+            )
+        except (ToolchainError, DriverError) as error:
+            if not may_fall_back:
+                raise
+            self._missing = (str(error),)
+
+    def _shape(self, sequences: Sequence[CachedSequence], logits: bool) -> StepShape:
+        return StepShape(
+            family=self.family,
+            format=self.weights.formats.linear,
+            target=self.target,
+            rows=len(sequences),
+            context=max(sequence.length for sequence in sequences) + 1,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+            features=frozenset({"greedy", "logits"} if logits else {"greedy"}),
+            missing=self._missing,
+        )
+
+    def _batch(self, rows: Sequence[tuple[CachedSequence, int]]) -> StepBatch:
+        import torch
+
+        from rocmega.step import StepBatch
+
+        for sequence, _ in rows:
+            self.cache.grow(sequence.number, sequence.length + 1)
+        batch = StepBatch(
+            tokens=torch.tensor([token for _, token in rows], dtype=torch.int32),
+            positions=torch.tensor([sequence.length for sequence, _ in rows], dtype=torch.int32),
+            block_table=self._block_table([sequence for sequence, _ in rows]),
+        )
+        batch.check(vocab=self.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        return batch
+
+    def _block_table(self, sequences: Sequence[CachedSequence]) -> torch.Tensor:
+        from rocmega.cache import PAGE
+
+        width = -(-self.max_model_len // PAGE)
+        return self.cache.block_table([sequence.number for sequence in sequences], width)
+
+
+def open_driver(kind: str, seed: int | None = None) -> Driver:
+    """The driver of a kind of device: "host", "hip" or "cuda". Raises DriverError where it cannot run.
+
+    seed: of the CPU target's scheduler, None for plain order.
+    """
+    if kind == "hip":
+        from rocmega.drivers.hip import HipDriver
+
+        return HipDriver()
+    if kind == "cuda":
+        from rocmega.drivers.cuda import CudaDriver
+
+        return CudaDriver()
+    from rocmega.drivers.host import HostDriver
+
+    return HostDriver(seed=seed)
