@@ -162,9 +162,7 @@ def _prebuilt(unit: Unit, target: str) -> Artifact | None:
         manifest = store.read(place, f"{unit.name}.json")
         if manifest is not None and manifest.get("source") in keys:
             path = place / f"{unit.name}.{recipes.EXTENSION[family(target)]}"
-            return Artifact(
-                path, target, manifest["compiler"], manifest["seconds"], True, f"built ahead of time: {path}"
-            )
+            return Artifact(path, target, manifest["compiler"], manifest["seconds"], True, manifest["log"])
     return None
 
 

@@ -34,7 +34,7 @@ def flags(target: str, style: str) -> list[str]:
     kind = family(target)
     if kind == "amd":
         return [*COMMON, "-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", f"--offload-arch={target}",
-                "-nogpulib", "-nogpuinc"]  # fmt: skip
+                "-nogpulib", "-nogpuinc", "-fuse-cuid=none"]  # fmt: skip
     if kind == "nvidia":
         return ["-std=c++17", f"-arch={target}", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin", "-x", "cu"]
     march = host_arch_flag(style)
