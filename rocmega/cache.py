@@ -8,42 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rocmega.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
 
+    from rocmega.drivers.base import SharedBuffer
+
 PAGE = 64  # positions in a page
 NO_PAGE = -1  # block table entry where a request has no page
 
 
-class Buffer(Protocol):
-    """Memory that kernels and PyTorch both see (a driver's SharedBuffer)."""
-
-    address: int  # what kernels are given
-    tensor: torch.Tensor  # uint8 view for PyTorch
-
-    def close(self) -> None: ...
-
-
 class Memory(Protocol):
-    """Whatever hands out such memory: every driver does."""
+    """Whatever hands out memory that kernels and PyTorch both see: every driver does."""
 
-    def shared(self, name: str, nbytes: int) -> Any: ...
-
-
-@dataclass(frozen=True)
-class TorchBuffer:
-    """Plain torch memory behind the Buffer protocol."""
-
-    address: int
-    tensor: torch.Tensor
-    nbytes: int
-
-    def close(self) -> None:
-        """Nothing to do: torch frees it."""
+    def shared(self, name: str, nbytes: int) -> SharedBuffer: ...
 
 
 @dataclass(frozen=True)
@@ -52,12 +33,14 @@ class TorchMemory:
 
     device: str = "cpu"
 
-    def shared(self, name: str, nbytes: int) -> TorchBuffer:
-        """Zeroed memory; the name is for reports only."""
+    def shared(self, name: str, nbytes: int) -> SharedBuffer:
+        """Zeroed memory; torch frees it."""
         import torch
 
+        from rocmega.drivers.base import SharedBuffer
+
         tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        return TorchBuffer(tensor.data_ptr(), tensor, nbytes)
+        return SharedBuffer(name, tensor.data_ptr(), tensor, release=lambda: None)
 
 
 @dataclass(frozen=True)
@@ -129,8 +112,8 @@ class PagedCache:
         self.spec, self.pages = spec, pages
         self.allocator = PageAllocator(pages)
         self._tables: dict[Hashable, list[int]] = {}
-        self._latent_buffers: list[Buffer] = []
-        self._index_buffers: list[Buffer | None] = []
+        self._latent_buffers: list[SharedBuffer] = []
+        self._index_buffers: list[SharedBuffer | None] = []
         for layer, full in enumerate(spec.full_index):
             self._latent_buffers.append(memory.shared(f"latent_cache[{layer}]", self._nbytes(spec.latent_dim)))
             self._index_buffers.append(

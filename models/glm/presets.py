@@ -56,9 +56,9 @@ _PUBLISHED = {
 _TINY = {
     "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 8,
     "vocab_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 32, "qk_head_dim": 80,
-    "v_head_dim": 64, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 24, "max_position_embeddings": 4096,
-    "eos_token_id": None, "pad_token_id": None,
+    "num_experts_per_tok": 4, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 48, "qk_rope_head_dim": 32,
+    "qk_head_dim": 80, "v_head_dim": 64, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 24,
+    "max_position_embeddings": 4096, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 # The published widths of a layer, with few heads, experts, layers and words: about 1.7 billion weights.
 _MID = {

@@ -1,0 +1,81 @@
+"""Matrix products in the model's arithmetic, on whatever device the weights are.
+
+Float32 weights: everything float32. Quantized and bf16 weights: the inputs of products with big (linear, absorbed) matrices
+are rounded to bf16, sums are float32, and islands (head, router, index weights) see float32 inputs. A CPU does this in
+float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become bf16 there, inputs of
+islands are split in two bf16 halves, and attention's operands are rounded to bf16 too.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rocmega.models.glm.formulas import float32_matmul
+from rocmega.models.glm.weights import Formats
+
+
+class Products:
+    """The products a model with these formats needs on this device.
+
+    Fields:
+        rounded: inputs of linear and absorbed products are rounded to bf16.
+        fast: bf16 matrix units are used.
+        weight_dtype: what dequantized matrices are wanted in.
+    """
+
+    def __init__(self, formats: Formats, device: torch.device):
+        self.rounded = formats.linear != "f32"
+        self.fast = self.rounded and device.type != "cpu"
+        self.weight_dtype = torch.bfloat16 if self.fast else torch.float32
+        self._wide_sums = self.fast and _has_wide_sums(device)
+
+    def round(self, x: torch.Tensor) -> torch.Tensor:
+        """The values that a product with a linear or absorbed matrix sees, float32."""
+        return x.to(torch.bfloat16).to(torch.float32) if self.rounded else x
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """X [..., k] times a linear matrix [n, k]: float32 [..., n]."""
+        if self.fast:
+            return self._bf16(x.flatten(0, -2).to(torch.bfloat16), weight.mT).unflatten(0, x.shape[:-1])
+        return F.linear(self.round(x), weight)
+
+    def heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """X [..., heads, k] times absorbed matrices [heads, n, k]: float32 [..., heads, n]."""
+        by_head = x.flatten(0, -3).transpose(0, 1)
+        if self.fast:
+            out = self._bf16(by_head.to(torch.bfloat16), weight.mT)
+        else:
+            out = self.round(by_head) @ weight.mT
+        return out.transpose(0, 1).unflatten(0, x.shape[:-2])
+
+    def island(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """X [..., k], float32, times an island [n, k], in its own dtype if `fast`: float32 [..., n]."""
+        if not self.fast or weight.dtype == torch.float32:
+            return F.linear(x, weight.to(torch.float32))
+        rows = x.flatten(0, -2)
+        high = rows.to(torch.bfloat16)
+        low = (rows - high).to(torch.bfloat16)
+        return (self._bf16(high, weight.mT) + self._bf16(low, weight.mT)).unflatten(0, x.shape[:-1])
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """A @ b, [n, m, k] and [n, k, l], for attention: float32 [n, m, l]."""
+        if self.fast:
+            return self._bf16(a.to(torch.bfloat16), b.to(torch.bfloat16))
+        return float32_matmul(a, b)
+
+    def _bf16(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if not self._wide_sums:
+            return a.to(torch.float32) @ b.to(torch.float32)
+        return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+
+
+def _has_wide_sums(device: torch.device) -> bool:
+    """Whether this torch multiplies bf16 matrices into float32 here."""
+    sample = torch.zeros(1, 16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.bmm(sample, sample, out_dtype=torch.float32)
+        torch.mm(sample[0], sample[0], out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True

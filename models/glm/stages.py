@@ -1,0 +1,161 @@
+"""One layer of GLM as stages: the formulas with the layer's weights, each stage on its own input.
+
+Activations are float32 [..., width]; the leading dimensions are whatever the caller has. The kernels' stages are tested
+against these methods, and the standard path is made of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rocmega.checkpoint.tiles import PackedMatrix
+from rocmega.models.glm.config import GlmConfig
+from rocmega.models.glm.formulas import layer_norm, rms_norm, rope_adjacent, rope_leading, route, swiglu
+from rocmega.models.glm.products import Products
+from rocmega.models.glm.weights import Layer
+
+
+class LayerStages:
+    """A layer's stages, from its packed weights.
+
+    Fields:
+        resident: dequantized matrices are kept once they are made; else they are made anew for each use.
+    """
+
+    def __init__(self, config: GlmConfig, number: int, fields: Layer, products: Products, resident: bool):
+        self.config, self.fields, self.products, self.resident = config, fields, products, resident
+        self.full_index, self.dense = config.full_index[number], config.dense_layers[number]
+        self._kept: dict[tuple[str, int | None], torch.Tensor] = {}
+
+    def matrix(self, field: str, index: int | None = None) -> torch.Tensor:
+        """A field's values [n, k] (or [count, n, k] of several), or those of its matrix `index` alone."""
+        kept = self._kept.get((field, index))
+        if kept is not None:
+            return kept
+        packed = self.fields[field]
+        assert isinstance(packed, PackedMatrix)
+        values = (packed if index is None else packed.matrix(index)).dequantize(self.products.weight_dtype)
+        if self.resident:
+            self._kept[field, index] = values
+        return values
+
+    def vector(self, field: str) -> torch.Tensor:
+        """A norm's weight or a bias, float32."""
+        values = self.fields[field]
+        assert isinstance(values, torch.Tensor)
+        return values
+
+    # Attention.
+
+    def attention_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream x [..., hidden] as the attention block sees it, [..., hidden]."""
+        return rms_norm(x, self.vector("attention_norm"), self.config.rms_norm_eps)
+
+    def down_projections(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """All that is computed from the normalized x [..., hidden].
+
+        Returns q_a [..., q_lora], kv_a [..., kv_lora + rope], index_k [..., index_dim] and index_weights [..., index_heads],
+        none of them normalized, rotated or scaled; the last two are None in layers that share a selection.
+        """
+        linear = self.products.linear
+        q_a, kv_a = linear(x, self.matrix("q_a")), linear(x, self.matrix("kv_a"))
+        if not self.full_index:
+            return q_a, kv_a, None, None
+        return q_a, kv_a, linear(x, self.matrix("index_k")), self.products.island(x, self.matrix("index_weights"))
+
+    def query_norm(self, q_a: torch.Tensor) -> torch.Tensor:
+        """q_a [..., q_lora] normalized: what queries and index queries are made of."""
+        return rms_norm(q_a, self.vector("q_a_norm"), self.config.latent_norm_eps)
+
+    def latent_entry(self, kv_a: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """The latent cache's entry of kv_a [..., kv_lora + rope]: normalized latent, then rotated rope channels.
+
+        angles float32 [..., rope / 2, 2], as `rope_angles` makes them. Float32; the cache rounds it.
+        """
+        latent, rope = kv_a.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        normed = rms_norm(latent, self.vector("kv_a_norm"), self.config.latent_norm_eps)
+        return torch.cat([normed, rope_adjacent(rope, angles)], dim=-1)
+
+    def index_entry(self, index_k: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """The index cache's entry of index_k [..., index_dim]: layer norm, then the first channels rotated. Float32."""
+        weight, bias = self.vector("index_k_norm")
+        return rope_leading(layer_norm(index_k, weight, bias, self.config.index_norm_eps), angles)
+
+    def queries(self, q: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From normalized q [..., q_lora] to [..., heads, nope] and the rotated [..., heads, rope]."""
+        c = self.config
+        by_head = self.products.linear(q, self.matrix("q_b")).unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
+        nope, rope = by_head.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        return nope, rope_adjacent(rope, angles[..., None, :, :])
+
+    def index_queries(self, q: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """From normalized q [..., q_lora] to [..., index_heads, index_dim], rotated, and rounded as scoring wants it."""
+        c = self.config
+        by_head = self.products.linear(q, self.matrix("index_q")).unflatten(-1, (c.index_n_heads, c.index_head_dim))
+        return self.products.round(rope_leading(by_head, angles[..., None, :, :]))
+
+    def index_head_weights(self, index_weights: torch.Tensor) -> torch.Tensor:
+        """The index heads' weights [..., index_heads], scaled."""
+        return index_weights * self.config.index_weight_scale
+
+    def latent_query(self, nope: torch.Tensor) -> torch.Tensor:
+        """Queries [..., heads, nope] through key_up, to [..., heads, kv_lora]: comparable with cached latents."""
+        return self.products.heads(nope, self.matrix("key_up"))
+
+    def value_up(self, latent: torch.Tensor) -> torch.Tensor:
+        """Attention's latents [..., heads, kv_lora] to the heads' outputs [..., heads, v_dim]."""
+        return self.products.heads(latent, self.matrix("value_up"))
+
+    def output_projection(self, heads: torch.Tensor) -> torch.Tensor:
+        """The heads' outputs [..., heads, v_dim] to what is added to the residual stream, [..., hidden]."""
+        return self.products.linear(heads.flatten(-2), self.matrix("o"))
+
+    # MLP and experts.
+
+    def mlp_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual stream x [..., hidden] as the MLP sees it, [..., hidden]."""
+        return rms_norm(x, self.vector("mlp_norm"), self.config.rms_norm_eps)
+
+    def expert(self, y: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """One gated MLP on y [..., hidden]: expert `index`, or the dense layer's only one."""
+        return self.products.linear(self.expert_middle(y, index), self.matrix("down", None if self.dense else index))
+
+    def expert_middle(self, y: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """silu(gate y) * up y of one expert, [..., width]."""
+        gate, up = (self.products.linear(y, self.matrix("gate_up", 2 * index + part)) for part in (0, 1))
+        return swiglu(gate, up)
+
+    def router_scores(self, y: torch.Tensor) -> torch.Tensor:
+        """sigmoid(router y) of y [..., hidden], float32 [..., experts]."""
+        return self.products.island(y, self.matrix("router")).sigmoid()
+
+    def route(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 [T, topk], ascending, and their weights float32 [T, topk], for scores [T, experts]."""
+        c = self.config
+        return route(scores, self.vector("router_bias"), c.num_experts_per_tok, c.routed_scaling_factor)
+
+    def experts(self, y: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of each token's routed experts, summed by ascending expert: [T, hidden] for y [T, hidden]."""
+        topk = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)  # token-expert pairs, grouped by expert
+        inputs, outputs = y[order // topk], y.new_empty(order.shape[0], y.shape[1])
+        counts = torch.bincount(experts.flatten(), minlength=self.config.n_routed_experts).tolist()
+        end = 0
+        for index, count in enumerate(counts):
+            if count:
+                start, end = end, end + count
+                outputs[start:end] = self.expert(inputs[start:end], index)
+        by_pair = torch.empty_like(outputs)
+        by_pair[order] = outputs
+        return (by_pair.unflatten(0, (-1, topk)) * weights[..., None]).sum(1)
+
+    def mlp(self, y: torch.Tensor) -> torch.Tensor:
+        """The whole MLP block on the normalized y [..., hidden]: dense, or routed experts and then the shared one."""
+        if self.dense:
+            return self.expert(y)
+        tokens = y.flatten(0, -2)
+        experts, weights = self.route(self.router_scores(tokens))
+        routed = self.experts(tokens, experts, weights) + self.expert(tokens, self.config.n_routed_experts)
+        return routed.unflatten(0, y.shape[:-1])

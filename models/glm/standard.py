@@ -1,0 +1,217 @@
+"""The standard path: GLM in ordinary PyTorch, on the same packed weights and the same paged cache as the kernel.
+
+It does prefill, it is what decode falls back to, and it says what every kernel stage should give (formulas.py, stages.py).
+Read `StandardPath.forward` and `_layer` for the model from top to bottom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rocmega.cache import PAGE, PagedCache
+from rocmega.errors import RequestError
+from rocmega.models.glm.config import GlmConfig
+from rocmega.models.glm.formulas import attention, index_scores, rms_norm, rope_angles, select
+from rocmega.models.glm.products import Products
+from rocmega.models.glm.stages import LayerStages
+from rocmega.models.glm.weights import GlmWeights
+from rocmega.step import StepBatch, check_tokens
+
+# Scores or gathered cache values that one block of attention may hold: 256 MB in float32.
+_BLOCK_VALUES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one forward: B sequences of Q tokens, all at known positions.
+
+    Fields:
+        positions: int64 [B, Q].
+        table: int64 [B, P], the sequences' pages for positions 0 to length - 1; unused entries are 0.
+        length: positions that the longest sequence has in the cache once these tokens are written.
+        slots: int64 [B, Q], where the tokens' own cache entries go, in units of entries.
+        angles: float32 [B, Q, rope / 2, 2].
+    """
+
+    positions: torch.Tensor
+    table: torch.Tensor
+    length: int
+    slots: torch.Tensor
+    angles: torch.Tensor
+
+    def slots_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Cache slots of positions [B, ...], each in its own sequence."""
+        pages = self.table.gather(1, (positions // PAGE).flatten(1)).view_as(positions)
+        return pages * PAGE + positions % PAGE
+
+    def entries(self, pool: torch.Tensor) -> torch.Tensor:
+        """Everything the sequences have in a pool [pages, PAGE, D]: [B, length, D]."""
+        return pool[self.table].flatten(1, 2)[:, : self.length]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which positions each token attends to, shared by a full-index layer and those that follow it.
+
+    Fields:
+        positions: int64 [B, Q, K], ascending.
+        valid: bool [B, Q, K], which of them count.
+        slots: int64 [B, Q, K], where they are in every layer's latent cache.
+    """
+
+    positions: torch.Tensor
+    valid: torch.Tensor
+    slots: torch.Tensor
+
+
+class StandardPath:
+    """Runs a model's prefill and decode in PyTorch.
+
+    weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where memory is
+    plenty and time is not.
+    """
+
+    def __init__(self, config: GlmConfig, weights: GlmWeights, cache: PagedCache, resident: bool | None = None):
+        self.config, self.weights, self.cache = config, weights, cache
+        device = weights.device()
+        self.products = Products(weights.formats, device)
+        resident = device.type == "cpu" if resident is None else resident
+        self.layers = [
+            LayerStages(config, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
+        ]
+        self._head = weights.head.dequantize(self._head_dtype()) if resident else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the path runs."""
+        return self.weights.device()
+
+    # What callers use.
+
+    @torch.inference_mode()
+    def prefill(
+        self, tokens: torch.Tensor, position0: int, block_table: torch.Tensor, chunk: int = 512
+    ) -> torch.Tensor:
+        """Runs one request's tokens at positions position0, position0 + 1, ..., `chunk` at a time.
+
+        tokens: integers [n]; block_table: int32 [pages], the request's pages, with room for all of them. Positions before
+        position0 must be in the cache. Returns the last token's logits, float32 [vocab].
+        Raises RequestError for a token out of range or a table too short.
+        """
+        check_tokens(tokens, self.config.vocab_size)
+        end = position0 + tokens.shape[0]
+        pages = -(-end // PAGE)
+        if position0 < 0 or chunk < 1 or pages > block_table.shape[0] or bool((block_table[:pages] < 0).any()):
+            raise RequestError(f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table.")
+        for start in range(position0, end, chunk):
+            positions = torch.arange(start, min(start + chunk, end))
+            hidden = self.forward(tokens[positions - position0][None], self._span(positions[None], block_table[None]))
+        return self.head(hidden[0, -1])
+
+    @torch.inference_mode()
+    def decode(self, batch: StepBatch) -> torch.Tensor:
+        """Runs one token of each row. Returns logits, float32 [rows, vocab]. Raises RequestError as `StepBatch.check`."""
+        batch.check(vocab=self.config.vocab_size)
+        hidden = self.forward(batch.tokens[:, None], self._span(batch.positions[:, None], batch.block_table))
+        return self.head(hidden[:, 0])
+
+    # The model.
+
+    def forward(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
+        """Tokens [B, Q] through all layers, their cache entries written: residual stream float32 [B, Q, hidden]."""
+        x = self.embed(tokens)
+        selection: Selection | None = None
+        for number, layer in enumerate(self.layers):
+            x, selection = self._layer(number, layer, x, span, selection)
+        return x
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The residual stream of tokens [...]: float32 [..., hidden]."""
+        return self.weights.embedding[tokens.to(self.device, torch.int64)].to(torch.float32)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head of the residual stream [..., hidden]: logits float32 [..., vocab]."""
+        normed = rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+        head = self.weights.head.dequantize(self._head_dtype()) if self._head is None else self._head
+        return self.products.island(normed[None], head)[0]
+
+    def _layer(
+        self, number: int, layer: LayerStages, x: torch.Tensor, span: Span, selection: Selection | None
+    ) -> tuple[torch.Tensor, Selection | None]:
+        normed = layer.attention_norm(x)
+        q_a, kv_a, index_k, index_weights = layer.down_projections(normed)
+        q = layer.query_norm(q_a)
+        _write(self.cache.latent[number], span.slots, layer.latent_entry(kv_a, span.angles))
+        if index_k is not None and index_weights is not None:
+            keys = self.cache.index[number]
+            assert keys is not None
+            _write(keys, span.slots, layer.index_entry(index_k, span.angles))
+            selection = self._select(layer, q, index_weights, keys, span)
+        nope, rope = layer.queries(q, span.angles)
+        query = torch.cat([layer.latent_query(nope), rope], dim=-1)
+        latent = self._attend(query, self.cache.latent[number], span, selection)
+        x = x + layer.output_projection(layer.value_up(latent))
+        return x + layer.mlp(layer.mlp_norm(x)), selection
+
+    def _select(
+        self, layer: LayerStages, q: torch.Tensor, index_weights: torch.Tensor, pool: torch.Tensor, span: Span
+    ) -> Selection | None:
+        """Each token's selection, or None where it is everything: then attention reads the cache as it lies."""
+        if span.length <= self.config.index_topk:
+            return None
+        keys, queries = span.entries(pool), layer.index_queries(q, span.angles)
+        heads = layer.index_head_weights(index_weights)
+        parts = []
+        for block in _blocks(q.shape[1], q.shape[0] * span.length * 4):  # scores, and what select makes of them
+            scores = index_scores(
+                queries[:, block], keys, heads[:, block], self.config.index_scale, self.products.matmul
+            )
+            parts.append(select(scores, span.positions[:, block], self.config.index_topk))
+        positions, valid = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return Selection(positions, valid, span.slots_of(positions))
+
+    def _attend(
+        self, query: torch.Tensor, pool: torch.Tensor, span: Span, selection: Selection | None
+    ) -> torch.Tensor:
+        """Attention of queries [B, Q, heads, kv_lora + rope] over the cache: latents [B, Q, heads, kv_lora]."""
+        batch, tokens, heads, width = query.shape
+        c, entries = self.config, span.entries(pool) if selection is None else None
+        visible = entries.shape[1] * heads if entries is not None else selection.slots.shape[-1] * (width + heads)
+        parts = []
+        for block in _blocks(tokens, batch * visible):
+            part = query[:, block]
+            if entries is not None:  # a sequence's tokens see the same entries: one group
+                seen = torch.arange(span.length, device=self.device) <= span.positions[:, block, None]
+                groups, allowed = part.flatten(1, 2), seen.repeat_interleave(heads, dim=1)
+                seen_entries = entries
+            else:  # every token sees its own: a group each
+                groups, allowed = part.flatten(0, 1), selection.valid[:, block].flatten(0, 1)[:, None]
+                seen_entries = pool.flatten(0, 1)[selection.slots[:, block].flatten(0, 1)]
+            out = attention(groups, seen_entries, allowed, c.softmax_scale, c.kv_lora_rank, self.products.matmul)
+            parts.append(out.view(batch, -1, heads, c.kv_lora_rank))
+        return torch.cat(parts, dim=1)
+
+    def _span(self, positions: torch.Tensor, block_table: torch.Tensor) -> Span:
+        """Positions [B, Q] and block tables [B, pages], on the CPU or here, as a Span here."""
+        length = int(positions.max()) + 1
+        positions = positions.to(self.device, torch.int64)
+        table = block_table[:, : -(-length // PAGE)].to(self.device, torch.int64).clamp_min(0)
+        pages = table.gather(1, positions // PAGE)
+        angles = rope_angles(positions, self.config.rope_theta, self.config.qk_rope_head_dim)
+        return Span(positions, table, length, pages * PAGE + positions % PAGE, angles)
+
+    def _head_dtype(self) -> torch.dtype:
+        return self.products.weight_dtype if self.weights.formats.island == "bf16" else torch.float32
+
+
+def _write(pool: torch.Tensor, slots: torch.Tensor, entries: torch.Tensor) -> None:
+    """Puts entries [B, Q, D] into the slots [B, Q] of a pool [pages, PAGE, D], rounded to its dtype."""
+    pool.flatten(0, 1)[slots.flatten()] = entries.flatten(0, 1).to(pool.dtype)
+
+
+def _blocks(tokens: int, values_per_token: int) -> list[slice]:
+    """Cuts a sequence's tokens so that one block handles at most _BLOCK_VALUES values."""
+    size = max(1, _BLOCK_VALUES // values_per_token)
+    return [slice(start, start + size) for start in range(0, tokens, size)]
