@@ -96,7 +96,8 @@ def run(
 ) -> Comparison:
     """Makes the model's checkpoint, decodes `tokens` tokens by each path and compares.
 
-    Raises RocmegaError where the mega-task or the standard path cannot run; without transformers those two are compared.
+    Raises RocmegaError where the mega-task or the standard path cannot run. Without transformers, those two are
+    compared.
     """
     import torch
 

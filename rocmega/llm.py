@@ -79,12 +79,12 @@ class RequestOutput:
 @dataclass
 class _Request:
     number: int
+    cached: CachedSequence
     text: str | None
     tokens: list[int]
     sampling: SamplingParams
     generated: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
-    cached: CachedSequence | None = None
 
 
 class LLM:
@@ -119,7 +119,7 @@ class LLM:
             raise RequestError(f"path={path!r}: choose one of {', '.join(PATHS)}.")
         if tensor_parallel_size != 1:
             raise RequestError(
-                f"tensor_parallel_size={tensor_parallel_size}: only one rank is implemented. Leave it out or set it to 1."
+                f"tensor_parallel_size={tensor_parallel_size}: only one rank is implemented. Leave it out, or 1."
             )
         from rocmega.runner import Runner
 
@@ -140,7 +140,7 @@ class LLM:
         self._steps: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds = {"prefill": 0.0, "decode": 0.0}
 
     @property
     def runner(self) -> Runner:
@@ -177,8 +177,7 @@ class LLM:
                 self._step(running, observer)
         finally:
             for request in requests:
-                if request.cached is not None:
-                    request.cached.close()
+                request.cached.close()
         return [self._output(request) for request in requests]
 
     def metrics(self) -> dict[str, Any]:
@@ -195,8 +194,8 @@ class LLM:
             "steps": steps,
             "mega_coverage": steps["mega"] / total if total else None,
             "fallback_reasons": dict(self._reasons),
-            "prefill_seconds": float(self._seconds["prefill"]),
-            "decode_seconds": float(self._seconds["decode"]),
+            "prefill_seconds": self._seconds["prefill"],
+            "decode_seconds": self._seconds["decode"],
         }
 
     def close(self) -> None:
@@ -220,8 +219,8 @@ class LLM:
             )
         if len(listed) > self._runner.max_rows:
             raise RequestError(
-                f"{len(listed)} prompts at once, but the model was loaded for max_rows={self._runner.max_rows}. Load it "
-                "with more (at most 16), or generate in several calls."
+                f"{len(listed)} prompts at once, but the model was loaded for max_rows={self._runner.max_rows}. Load "
+                "it with more (at most 16), or generate in several calls."
             )
         return [self._request(number, prompt, each[number]) for number, prompt in enumerate(listed)]
 
@@ -240,7 +239,7 @@ class LLM:
                 f"longest context of {self.max_model_len} (max_model_len). Ask for fewer, shorten the prompt, or load "
                 f"the model with a larger max_model_len (its checkpoint allows {self._runner.context_limit})."
             )
-        return _Request(number, text, tokens, sampling)
+        return _Request(number, self._runner.sequence(), text, tokens, sampling)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -253,7 +252,6 @@ class LLM:
 
     def _prefill(self, request: _Request) -> None:
         start = time.perf_counter()
-        request.cached = self._runner.sequence()
         self._runner.prefill(request.cached, request.tokens[:-1])
         self._counts["prompt"] += len(request.tokens)
         self._seconds["prefill"] += time.perf_counter() - start
@@ -266,7 +264,7 @@ class LLM:
         self._reasons.update(result.decision.reasons)
         self._counts["generated"] += len(running)
         for row, request in enumerate(running):
-            if observer is not None:
+            if observer is not None and result.logits is not None:
                 observer(request.number, len(request.generated), result.logits[row])
             self._accept(request, result.tokens[row])
         self._seconds["decode"] += time.perf_counter() - start
@@ -291,17 +289,17 @@ class LLM:
         return RequestOutput(str(self._requests - 1), request.text, request.tokens, [completion])
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts. A list of numbers is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     listed = list(prompts)
     if not listed:
         raise RequestError("There is no prompt: give text or token ids.")
-    several = [isinstance(item, (str, Mapping)) or hasattr(item, "__len__") for item in listed]
+    several = [hasattr(item, "__len__") for item in listed]
     if any(several) and not all(several):
         raise RequestError("Prompts are mixed with single token ids: give a list of prompts, or the ids of one prompt.")
-    return listed if all(several) else [listed]  # type: ignore[list-item]
+    return listed if all(several) else [listed]
 
 
 def _token_ids(number: int, prompt: Any) -> list[int]:

@@ -41,7 +41,7 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a decode step gave: the path and why, the greedy token of each row, logits f32 [rows, vocab] if asked for."""
+    """What a decode step gave: its path, each row's greedy token, and logits f32 [rows, vocab] if asked for."""
 
     decision: Decision
     tokens: list[int]
@@ -73,8 +73,8 @@ class Runner:
         if device not in DEVICES:
             raise RequestError(f"device={device!r}: choose one of {', '.join(DEVICES)}.")
         self.directory = directory
-        self.family = registry.read_config(directory).get("model_type")
         self.config: Any = registry.load_config(directory)
+        self.family = str(registry.read_config(directory)["model_type"])
         self.max_rows = max_rows
         self.max_model_len = self._context(max_model_len)
         self._blocks = blocks
@@ -133,7 +133,7 @@ class Runner:
     def prefill(self, sequence: CachedSequence, tokens: Sequence[int]) -> torch.Tensor | None:
         """Caches tokens after those that are there, by the standard path.
 
-        Returns the logits of the last one, f32 [vocab]; None if there are no tokens. Raises RequestError if the cache is
+        Returns the last one's logits, f32 [vocab]; None if there are no tokens. Raises RequestError if the cache is
         full.
         """
         import torch
@@ -142,7 +142,7 @@ class Runner:
             return None
         self.cache.grow(sequence.number, sequence.length + len(tokens))
         [row] = self._block_table([sequence])
-        ids = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        ids = torch.tensor(tokens, dtype=torch.int32)
         logits = self.standard.prefill(ids, sequence.length, row)
         sequence.length += len(tokens)
         return logits

@@ -12,7 +12,7 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """The checkpoint's `tokenizer.json`. Raises RequestError where there is none, or the `tokenizers` package is missing."""
+    """The checkpoint's `tokenizer.json`. Raises RequestError where it, or the `tokenizers` package, is missing."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / FILE

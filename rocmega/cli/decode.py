@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -18,19 +18,17 @@ if TYPE_CHECKING:
 
 def decode(
     directory: Path = typer.Argument(..., metavar="DIR", help="Checkpoint: config.json and safetensors, as published."),
-    tokens: list[str] = typer.Option(
-        [], help="A prompt as token ids: 1,2,3. Repeat it for several rows.", metavar="IDS"
-    ),
-    prompt: list[str] = typer.Option([], help="A prompt as text. Repeat it for several rows.", metavar="TEXT"),
+    tokens: list[str] = typer.Option([], metavar="IDS", help="A prompt as ids: 1,2,3. Repeat for several rows."),
+    prompt: list[str] = typer.Option([], metavar="TEXT", help="A prompt as text. Repeat for several rows."),
     max_new_tokens: int = typer.Option(16, min=1, help="How many tokens to generate at most."),
     path: str = typer.Option("auto", help="mega, standard, or auto: mega where it can."),
-    blocks: Optional[int] = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
-    seed: Optional[int] = typer.Option(None, help="Of the CPU target's scheduler. Any seed gives the same bits."),
+    blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
+    seed: int | None = typer.Option(None, help="Of the CPU target's scheduler. Any seed gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
     max_rows: int = typer.Option(16, min=1, help="How many prompts may run together."),
-    max_model_len: Optional[int] = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
+    max_model_len: int | None = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after an end-of-sequence token."),
-    save_logits: Optional[Path] = typer.Option(
+    save_logits: Path | None = typer.Option(
         None, metavar="FILE", help="Write the logits of every generated token to a safetensors file."
     ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
@@ -79,7 +77,7 @@ def _ids(text: str) -> list[int]:
 
 
 class _SavedLogits:
-    """Keeps each token's logits as they are made. In the file: `logits.<row>` f32 [tokens, vocab], `tokens.<row>` int64."""
+    """Keeps each token's logits. In the file: `logits.<row>` f32 [tokens, vocab] and `tokens.<row>` int64 [tokens]."""
 
     def __init__(self, rows: int) -> None:
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(rows)]

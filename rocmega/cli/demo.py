@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,7 +15,7 @@ TITLES = {"mega": "mega-task", "standard": "standard path", "transformers": "tra
 def demo(
     model: str = typer.Option("glm-5.2-tiny", help="A model with random weights: glm-5.2-tiny or glm-5-tiny."),
     tokens: int = typer.Option(32, min=1, max=1024, help="How many tokens each path decodes."),
-    blocks: Optional[int] = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
+    blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -51,13 +51,9 @@ def _print(result: Comparison) -> None:
     out.print(table)
     ran = ", ".join(TITLES[path] for path in result.runs)
     if result.agree:
-        out.print(
-            f"[green]All agree[/green]: {ran} chose the same {len(next(iter(result.runs.values())).tokens)} tokens."
-        )
+        out.print(f"[green]All agree[/green]: {ran} chose the same {len(result.runs['mega'].tokens)} tokens.")
     else:
         out.print(f"[red]They differ[/red]: {ran} did not choose the same tokens.")
     out.print(f"Largest difference of a logit between any two: {result.max_logit_diff:.2e}")
     if result.device == "host":
-        out.print(
-            "The CPU target runs the GPU kernel's source, every GPU thread a fiber. Seconds say nothing of a GPU."
-        )
+        out.print("The CPU target runs the GPU kernel's source, each thread a fiber: its seconds say nothing of a GPU.")
