@@ -125,7 +125,7 @@ class PagedCache:
     def _nbytes(self, width: int) -> int:
         return self.pages * PAGE * width * self.spec.dtype.itemsize
 
-    def _view(self, buffer: Buffer, width: int) -> torch.Tensor:
+    def _view(self, buffer: SharedBuffer, width: int) -> torch.Tensor:
         return buffer.tensor.view(self.spec.dtype).view(self.pages, PAGE, width)
 
     @property

@@ -1,7 +1,7 @@
 """GLM's mathematics without weights: the float32 formulas of a decode step.
 
-Shapes: B sequences of Q tokens each; H heads or index heads; L cached positions of a sequence; K selected ones. Activations
-are float32. These functions are what the kernels' stages are tested against.
+Shapes: B sequences of Q tokens each; H heads or index heads; L cached positions of a sequence; K selected ones.
+Activations are float32. These functions are what the kernels' stages are tested against.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def float32_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -33,7 +33,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 
 
 def rope_angles(positions: torch.Tensor, theta: float, dim: int) -> torch.Tensor:
-    """cos and sin of each channel pair's angle: float32 [..., dim / 2, 2] for integer positions [...].
+    """Cosine and sine of each channel pair's angle: float32 [..., dim / 2, 2] for integer positions [...].
 
     Pair i turns by theta^(-2i / dim) per position. With positions 0, 1, 2, ... this is the kernels' `rope` table.
     """
@@ -60,8 +60,8 @@ def index_scores(
 ) -> torch.Tensor:
     """Index scores sum_h weights[h] * relu(query[h] . key * scale), float32 [B, Q, L].
 
-    query [B, Q, H, D], rotated; keys [B, L, D], rotated; weights [B, Q, H], times H^-0.5 already. Scores of positions after a
-    token's own are computed too: `select` leaves them out.
+    query [B, Q, H, D], rotated; keys [B, L, D], rotated; weights [B, Q, H], times H^-0.5 already. Scores of positions
+    after a token's own are computed too: `select` leaves them out.
     """
     batch, tokens, heads, dim = query.shape
     query = query.reshape(batch, tokens * heads, dim)
@@ -76,8 +76,8 @@ def index_scores(
 def select(scores: torch.Tensor, positions: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The best min(topk, t + 1) positions up to each token's own position t; of equal scores the lowest positions.
 
-    scores float32 [B, Q, L]; positions [B, Q]. Returns positions int64 [B, Q, K], ascending, K = min(topk, L), and which of
-    them count, bool [B, Q, K]: a token with fewer than K positions has its own in front.
+    scores float32 [B, Q, L]; positions [B, Q]. Returns positions int64 [B, Q, K], ascending, K = min(topk, L), and
+    which of them count, bool [B, Q, K]: a token with fewer than K positions has its own in front.
     """
     length = scores.shape[-1]
     k = min(topk, length)
@@ -99,9 +99,9 @@ def attention_partial(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention over some cache entries, not yet normalized, for merging with other parts.
 
-    query [N, M, latent + rope]: N groups of M queries that see the same entries; entries [N, K, latent + rope]; allowed bool
-    [N, M or 1, K]. Returns the sum of exp(score - maximum) * latent [N, M, latent], the maximum [N, M] and the sum of
-    exp(score - maximum) [N, M]; sums are 0 and the maximum -inf where nothing is allowed.
+    query [N, M, latent + rope]: N groups of M queries that see the same entries; entries [N, K, latent + rope];
+    allowed bool [N, M or 1, K]. Returns the sum of exp(score - maximum) * latent [N, M, latent], the maximum [N, M]
+    and the sum of exp(score - maximum) [N, M]; sums are 0 and the maximum -inf where nothing is allowed.
     """
     entries = entries.to(torch.float32)
     scores = ((query @ entries.mT) * scale).masked_fill(~allowed, float("-inf"))

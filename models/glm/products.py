@@ -1,9 +1,9 @@
 """Matrix products in the model's arithmetic, on whatever device the weights are.
 
-Float32 weights: everything float32. Quantized and bf16 weights: the inputs of products with big (linear, absorbed) matrices
-are rounded to bf16, sums are float32, and islands (head, router, index weights) see float32 inputs. A CPU does this in
-float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become bf16 there, inputs of
-islands are split in two bf16 halves, and attention's operands are rounded to bf16 too.
+Float32 weights: everything float32. Quantized and bf16 weights: the inputs of products with big (linear, absorbed)
+matrices are rounded to bf16, sums are float32, and islands (head, router, index weights) see float32 inputs. A CPU
+does this in float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become bf16
+there, inputs of islands are split in two bf16 halves, and attention's operands are rounded to bf16 too.
 """
 
 from __future__ import annotations

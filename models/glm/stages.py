@@ -56,8 +56,9 @@ class LayerStages:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """All that is computed from the normalized x [..., hidden].
 
-        Returns q_a [..., q_lora], kv_a [..., kv_lora + rope], index_k [..., index_dim] and index_weights [..., index_heads],
-        none of them normalized, rotated or scaled; the last two are None in layers that share a selection.
+        Returns q_a [..., q_lora], kv_a [..., kv_lora + rope], index_k [..., index_dim] and index_weights [...,
+        index_heads], none of them normalized, rotated or scaled; the last two are None in layers that share a
+        selection.
         """
         linear = self.products.linear
         q_a, kv_a = linear(x, self.matrix("q_a")), linear(x, self.matrix("kv_a"))
@@ -91,7 +92,7 @@ class LayerStages:
         return nope, rope_adjacent(rope, angles[..., None, :, :])
 
     def index_queries(self, q: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """From normalized q [..., q_lora] to [..., index_heads, index_dim], rotated, and rounded as scoring wants it."""
+        """From normalized q [..., q_lora] to rotated [..., index_heads, index_dim], rounded as scoring wants it."""
         c = self.config
         by_head = self.products.linear(q, self.matrix("index_q")).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         return self.products.round(rope_leading(by_head, angles[..., None, :, :]))

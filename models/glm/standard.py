@@ -1,7 +1,7 @@
 """The standard path: GLM in ordinary PyTorch, on the same packed weights and the same paged cache as the kernel.
 
-It does prefill, it is what decode falls back to, and it says what every kernel stage should give (formulas.py, stages.py).
-Read `StandardPath.forward` and `_layer` for the model from top to bottom.
+It does prefill, it is what decode falls back to, and it says what every kernel stage should give (formulas.py,
+stages.py). Read `StandardPath.forward` and `_layer` for the model from top to bottom.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Selection:
 class StandardPath:
     """Runs a model's prefill and decode in PyTorch.
 
-    weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where memory is
-    plenty and time is not.
+    weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where
+    memory is plenty and time is not.
     """
 
     def __init__(self, config: GlmConfig, weights: GlmWeights, cache: PagedCache, resident: bool | None = None):
@@ -90,30 +90,40 @@ class StandardPath:
 
     # What callers use.
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(
         self, tokens: torch.Tensor, position0: int, block_table: torch.Tensor, chunk: int = 512
     ) -> torch.Tensor:
         """Runs one request's tokens at positions position0, position0 + 1, ..., `chunk` at a time.
 
-        tokens: integers [n]; block_table: int32 [pages], the request's pages, with room for all of them. Positions before
-        position0 must be in the cache. Returns the last token's logits, float32 [vocab].
-        Raises RequestError for a token out of range or a table too short.
+        tokens: integers [n]; block_table: int32 [pages], the request's pages, with room for all of them. Positions
+        before position0 must be in the cache. Returns the last token's logits, float32 [vocab]. Raises RequestError
+        for a token out of range or a table too short.
         """
         check_tokens(tokens, self.config.vocab_size)
         end = position0 + tokens.shape[0]
+        limit = self.config.max_position_embeddings
+        if end > limit:
+            raise RequestError(
+                f"{end} tokens are more than the {limit} of the model's longest context: shorten the prompt."
+            )
         pages = -(-end // PAGE)
         if position0 < 0 or chunk < 1 or pages > block_table.shape[0] or bool((block_table[:pages] < 0).any()):
-            raise RequestError(f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table.")
+            raise RequestError(
+                f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table."
+            )
         for start in range(position0, end, chunk):
             positions = torch.arange(start, min(start + chunk, end))
             hidden = self.forward(tokens[positions - position0][None], self._span(positions[None], block_table[None]))
         return self.head(hidden[0, -1])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def decode(self, batch: StepBatch) -> torch.Tensor:
-        """Runs one token of each row. Returns logits, float32 [rows, vocab]. Raises RequestError as `StepBatch.check`."""
-        batch.check(vocab=self.config.vocab_size)
+        """Runs one token of each row: logits, float32 [rows, vocab].
+
+        Raises RequestError as `StepBatch.check` does.
+        """
+        batch.check(vocab=self.config.vocab_size, max_model_len=self.config.max_position_embeddings)
         hidden = self.forward(batch.tokens[:, None], self._span(batch.positions[:, None], batch.block_table))
         return self.head(hidden[:, 0])
 
@@ -172,26 +182,37 @@ class StandardPath:
         positions, valid = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return Selection(positions, valid, span.slots_of(positions))
 
-    def _attend(
-        self, query: torch.Tensor, pool: torch.Tensor, span: Span, selection: Selection | None
-    ) -> torch.Tensor:
-        """Attention of queries [B, Q, heads, kv_lora + rope] over the cache: latents [B, Q, heads, kv_lora]."""
-        batch, tokens, heads, width = query.shape
-        c, entries = self.config, span.entries(pool) if selection is None else None
-        visible = entries.shape[1] * heads if entries is not None else selection.slots.shape[-1] * (width + heads)
+    def _attend(self, query: torch.Tensor, pool: torch.Tensor, span: Span, selection: Selection | None) -> torch.Tensor:
+        """Attention of queries [B, Q, heads, kv_lora + rope] over a pool: latents [B, Q, heads, kv_lora]."""
+        if selection is None:
+            return self._attend_all(query, span.entries(pool), span.positions)
+        return self._attend_selected(query, pool.flatten(0, 1), selection)
+
+    def _attend_all(self, query: torch.Tensor, entries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A sequence's tokens see the same entries [B, length, D], up to their own: one group per sequence."""
+        batch, tokens, heads, _ = query.shape
+        at = torch.arange(entries.shape[1], device=self.device)
         parts = []
-        for block in _blocks(tokens, batch * visible):
-            part = query[:, block]
-            if entries is not None:  # a sequence's tokens see the same entries: one group
-                seen = torch.arange(span.length, device=self.device) <= span.positions[:, block, None]
-                groups, allowed = part.flatten(1, 2), seen.repeat_interleave(heads, dim=1)
-                seen_entries = entries
-            else:  # every token sees its own: a group each
-                groups, allowed = part.flatten(0, 1), selection.valid[:, block].flatten(0, 1)[:, None]
-                seen_entries = pool.flatten(0, 1)[selection.slots[:, block].flatten(0, 1)]
-            out = attention(groups, seen_entries, allowed, c.softmax_scale, c.kv_lora_rank, self.products.matmul)
-            parts.append(out.view(batch, -1, heads, c.kv_lora_rank))
+        for block in _blocks(tokens, batch * heads * entries.shape[1]):
+            seen = (at <= positions[:, block, None]).repeat_interleave(heads, dim=1)
+            out = self._attention(query[:, block].flatten(1, 2), entries, seen)
+            parts.append(out.unflatten(1, (-1, heads)))
         return torch.cat(parts, dim=1)
+
+    def _attend_selected(self, query: torch.Tensor, pool: torch.Tensor, selection: Selection) -> torch.Tensor:
+        """Every token sees its own entries of a pool [slots, D]: one group per token."""
+        batch, tokens, heads, width = query.shape
+        parts = []
+        for block in _blocks(tokens, batch * selection.slots.shape[-1] * (width + heads)):
+            entries = pool[selection.slots[:, block].flatten(0, 1)]
+            seen = selection.valid[:, block].flatten(0, 1)[:, None]
+            out = self._attention(query[:, block].flatten(0, 1), entries, seen)
+            parts.append(out.unflatten(0, (batch, -1)))
+        return torch.cat(parts, dim=1)
+
+    def _attention(self, query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        c = self.config
+        return attention(query, entries, seen, c.softmax_scale, c.kv_lora_rank, self.products.matmul)
 
     def _span(self, positions: torch.Tensor, block_table: torch.Tensor) -> Span:
         """Positions [B, Q] and block tables [B, pages], on the CPU or here, as a Span here."""
