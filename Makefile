@@ -36,7 +36,7 @@ pytest: $(VENV)/.test-installed
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 wheel: $(VENV)/.test-installed
-	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m build --outdir dist .
 
 # The demo needs a C++ compiler for the CPU target: the system's, else the one in the ziglang package.
 $(VENV)/.demo-installed: $(INPUTS) | $(VENV)/.created

@@ -1,0 +1,70 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rocmega.policy import MEGA_FAMILIES, MEGA_FORMATS, MEGA_ROWS, MEGA_TARGETS, StepShape, choose
+
+SHAPE = StepShape(
+    family="glm_moe_dsa", format="f32", target="host", rows=3, context=100, max_rows=16, max_model_len=4096
+)
+DENIED = {
+    "family": ("family", "llama"),
+    "format": ("format", "int4"),
+    "target": ("target", "none"),
+    "no rows": ("rows", 0),
+    "too many rows": ("rows", 17),
+    "context": ("context", 4097),
+    "prefill": ("tokens_per_row", 2),
+    "ranks": ("ranks", 2),
+    "feature": ("features", frozenset({"greedy", "top_p"})),
+    "missing": ("missing", ("no compiler",)),
+}
+
+
+def test_what_is_supported_runs_as_mega_task():
+    assert choose(SHAPE).path == "mega"
+    assert choose(SHAPE).reasons == ()
+
+
+@pytest.mark.parametrize("name", DENIED)
+def test_anything_else_is_denied_with_its_reason(name):
+    field, value = DENIED[name]
+    decision = choose(replace(SHAPE, **{field: value}))
+    assert decision.path == "standard"
+    assert len(decision.reasons) == 1
+    named = value if isinstance(value, (str, int)) else sorted(value)[-1]
+    assert str(named) in decision.reasons[0]
+
+
+def test_all_reasons_are_listed():
+    denied = {field: value for field, value in DENIED.values()}
+    assert len(choose(replace(SHAPE, **denied)).reasons) == len(denied)
+
+
+def test_more_rows_than_configured():
+    assert choose(replace(SHAPE, max_rows=2)).path == "standard"
+    assert choose(replace(SHAPE, rows=2, max_rows=2)).path == "mega"
+
+
+@given(
+    family=st.sampled_from(["glm_moe_dsa", "other"]),
+    format=st.sampled_from(["f32", "bf16", "fp8", "mxfp4"]),
+    target=st.sampled_from(["host", "gfx942", "gfx950", "sm_90", "gfx1100"]),
+    rows=st.integers(0, 20),
+    context=st.integers(0, 5000),
+    tokens_per_row=st.integers(1, 3),
+)
+def test_mega_only_if_every_condition_holds(**fields):
+    shape = replace(SHAPE, **fields)
+    decision = choose(shape)
+    supported = (
+        shape.family in MEGA_FAMILIES
+        and shape.format in MEGA_FORMATS
+        and shape.target in MEGA_TARGETS
+        and 1 <= shape.rows <= MEGA_ROWS
+        and 1 <= shape.context <= shape.max_model_len
+        and shape.tokens_per_row == 1
+    )
+    assert (decision.path == "mega") == supported == (not decision.reasons)
