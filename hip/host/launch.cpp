@@ -1,0 +1,143 @@
+// Starts a launch and ends it: fibers, their stacks, the signal handler, and what is reported.
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "internal.h"
+
+namespace host {
+
+Launch launch;
+Result result;
+
+namespace {
+
+constexpr size_t STACK = 64 << 10;
+constexpr uint64_t CANARY = 0x5afe57ac4ca9a121;
+
+Block* blocks;
+char* stacks;
+int made_blocks, made_fibers;  // what the arrays were made for
+MmaQueue* products;
+
+char* stack_of(int fiber) { return stacks + fiber * STACK; }
+
+void release_fibers() {
+  if (!made_fibers) return;
+  unmap(stacks, made_fibers * STACK);
+  unmap(products, mma_bytes(n_waves));
+  for (int b = 0; b < made_blocks; ++b) free(blocks[b].lds), free(blocks[b].shadow);
+  free(blocks), free(waves), free(fibers);
+  made_fibers = made_blocks = 0;
+}
+
+// Kept from launch to launch while the shape is the same.
+void make_fibers() {
+  int wanted = launch.blocks * launch.threads;
+  if (made_blocks == (int)launch.blocks && made_fibers == wanted) return;
+  release_fibers();
+  n_blocks = launch.blocks, n_fibers = wanted, n_waves = wanted / LANES;
+  blocks = (Block*)allocate(n_blocks * sizeof(Block));
+  waves = (Wave*)allocate(n_waves * sizeof(Wave));
+  fibers = (Fiber*)allocate(n_fibers * sizeof(Fiber));
+  stacks = (char*)map(n_fibers * STACK);
+  products = mma_allocate(n_waves);
+  for (int b = 0; b < n_blocks; ++b) blocks[b].lds = (uint32_t*)allocate(lds_size() * 4 + 4);
+  made_blocks = n_blocks, made_fibers = wanted;
+}
+
+void start_fibers() {
+  alive = n_fibers;
+  for (int b = 0; b < n_blocks; ++b) {
+    blocks[b].index = b, blocks[b].xcd = b % launch.xcds, blocks[b].arrived = 0, blocks[b].era = 1;
+    lds_start(blocks[b]);
+  }
+  for (int i = 0; i < n_waves; ++i) {
+    Wave& w = waves[i];
+    StoreQueue* stores = w.stores;
+    memset(&w, 0, sizeof w);
+    w.block = &blocks[i * LANES / launch.threads], w.index = i * LANES % launch.threads / LANES;
+    w.ready = ~0ull, w.looked_at = ~0ull, w.stores = stores;
+    mma_start(w, products, i);
+  }
+  for (int i = 0; i < n_fibers; ++i) {
+    *(uint64_t*)stack_of(i) = CANARY;
+    // Tops at different offsets: at equal ones all stacks would share a few sets of the processor's caches.
+    void* sp = new_fiber_stack(stack_of(i) + STACK - i % 61 * 64);
+    fibers[i] = {sp, &waves[i / LANES], i % LANES, i % (int)launch.threads, {}, nullptr, 0, {}, 0};
+  }
+}
+
+void on_fault(int, siginfo_t* info, void*) {
+  char where[300];
+  describe_address(info->si_addr, where, sizeof where);
+  bool raw = (uint64_t)((char*)info->si_addr - window) < window_bytes;
+  report("block %d stage %s task %u touches %s%s", self->wave->block->index, stage_name(self->place.stage),
+         self->place.task, where, raw ? " past the accessors" : "");
+  give_up();
+}
+
+}  // namespace
+
+void* allocate(size_t bytes) {
+  void* p = calloc(1, bytes);
+  if (!p) abort();
+  return p;
+}
+void* map(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) abort();
+  return p;
+}
+void unmap(void* p, size_t bytes) { munmap(p, bytes); }
+
+const char* stage_name(uint32_t stage) {
+  static char numbers[4][16];
+  static int at;
+  if (stage < launch.n_stages) return launch.stages[stage];
+  char* text = numbers[at++ % 4];
+  snprintf(text, sizeof numbers[0], "%u", stage);
+  return text;
+}
+
+void report(const char* format, ...) {
+  if (result.reports++) return;
+  va_list list;
+  va_start(list, format);
+  vsnprintf(result.report, sizeof result.report, format, list);
+  va_end(list);
+}
+
+}  // namespace host
+
+using namespace host;
+
+extern "C" uint32_t rocmega_host_abi() { return HOST_ABI << 24 | sizeof(Launch) << 16 | sizeof(Result) << 4 | sizeof(Region) / 8; }
+
+extern "C" void rocmega_host_launch(const Launch* wanted, Result* out) {
+  static char signal_stack[64 << 10];
+  stack_t on{}, was_on;
+  on.ss_sp = signal_stack, on.ss_size = sizeof signal_stack;
+  struct sigaction act, was_segv, was_bus;
+  memset(&act, 0, sizeof act);
+  act.sa_sigaction = on_fault, act.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+  sigaltstack(&on, &was_on), sigaction(SIGSEGV, &act, &was_segv), sigaction(SIGBUS, &act, &was_bus);
+
+  launch = *wanted;
+  memset(&result, 0, sizeof result);
+  checking = launch.flags & CHECK;
+  window = launch.arena->window, data = launch.arena->data, window_bytes = launch.arena->bytes;
+  make_fibers();
+  start_fibers();
+  scheduler_start();
+  scheduler_run();
+  for (int i = 0; i < n_fibers; ++i)
+    if (*(uint64_t*)stack_of(i) != CANARY) report("thread %d of block %d overflowed its stack of %zu bytes",
+                                                  fibers[i].thread, i / (int)launch.threads, STACK);
+  if (checking) memory_finish();
+
+  sigaction(SIGSEGV, &was_segv, nullptr), sigaction(SIGBUS, &was_bus, nullptr), sigaltstack(&was_on, nullptr);
+  *out = result;
+}

@@ -1,0 +1,55 @@
+// What the host driver and the runtime tell each other. Mirrored in rocmega/drivers/host.py, which compares HOST_ABI.
+#pragma once
+#include <stdint.h>
+
+namespace host {
+
+constexpr uint32_t HOST_ABI = 1;
+
+struct Writer {  // who last stored a word
+  uint16_t block, thread, stage, unused;
+  uint32_t task, epoch, launch;  // launch 0: nobody yet
+};
+
+struct Region {
+  char name[64];
+  uint64_t offset, bytes;  // in the arena
+  uint32_t* epochs;        // of every word; this and the next are made by the first checked launch, with mmap
+  Writer* writers;
+};
+
+// All shared memory of a process: two equal ranges of addresses, of which kernels know the first and may not touch it.
+// Regions are ordered by offset, with gaps between, and lie at the end of their pages. The driver owns it, so that every
+// loaded module sees the same.
+struct Arena {
+  char *window, *data;
+  uint64_t bytes;
+  Region* regions;
+  uint64_t count;
+};
+
+enum Flags : uint32_t { CHECK = 1, WATCH_WAITS = 2 };
+
+struct Launch {
+  void (*kernel)(const void*);
+  const void* argument;
+  const Arena* arena;
+  const char* const* stages;  // names for reports
+  uint32_t n_stages, serial;  // serial: grows with every launch of the process, from 1
+  uint32_t blocks, threads, xcds, flags;
+  uint64_t seed;
+  double patience;  // seconds that a wait which can never end is left to the kernel's own limit, without WATCH_WAITS
+};
+
+struct Result {
+  uint64_t turns, switches, reports;
+  double seconds;
+  uint32_t finished, stuck;                     // stuck: the report is of a wait that can never end
+  uint32_t block, stage, task, expected, seen;  // of that wait
+  char report[1500];
+};
+
+}  // namespace host
+
+extern "C" __attribute__((visibility("default"))) uint32_t rocmega_host_abi();
+extern "C" __attribute__((visibility("default"))) void rocmega_host_launch(const host::Launch*, host::Result*);

@@ -1,0 +1,55 @@
+// LDS: one store of words per block, and who touched each word since the last barrier.
+#include <stdlib.h>
+
+#include "internal.h"
+
+namespace host {
+namespace {
+
+uint32_t reserved;
+constexpr uint16_t NOBODY = 0, SEVERAL = 0xffff;
+
+bool other(uint16_t who, uint16_t me) { return who != NOBODY && who != me; }
+uint16_t join(uint16_t who, uint16_t me) { return who == NOBODY || who == me ? me : SEVERAL; }
+
+}  // namespace
+
+uint32_t lds_reserve(uint32_t words) {  // in whole 16 bytes, as every array is aligned
+  uint32_t at = reserved;
+  reserved += (words + 3) / 4 * 4;
+  return at;
+}
+uint32_t lds_size() { return reserved; }
+
+void lds_start(Block& b) {
+  for (uint32_t i = 0; i < reserved; ++i) b.lds[i] = 0xffa5a5a5;  // garbage at the start, and a NaN
+  if (!checking) return;
+  if (!b.shadow) b.shadow = (LdsShadow*)allocate(reserved * sizeof(LdsShadow) + 1);
+  memset(b.shadow, 0, reserved * sizeof(LdsShadow));
+}
+
+void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access) {
+  Block& b = *self->wave->block;
+  LdsShadow& s = b.shadow[word];
+  uint16_t me = self->thread + 1;
+  if (s.era != b.era) s = {b.era, NOBODY, NOBODY, NOBODY, {}};
+  bool wrote = other(s.writer, me), read = access != LDS_READ && other(s.reader, me);
+  bool changed = access != LDS_ATOMIC && other(s.atomic, me);
+  if (wrote || read || changed) {
+    constexpr const char* DOES[] = {"reads", "writes", "changes atomically"};
+    report("LDS race: block %d stage %s task %u thread %d %s %s[%u], which another thread %s in stage %s task %u with "
+           "no barrier between", b.index, stage_name(self->place.stage), self->place.task, me - 1, DOES[access], name,
+           index, wrote ? "wrote" : read ? "read" : "changed atomically", stage_name(s.by.stage), s.by.task);
+  }
+  s.by = self->place;
+  uint16_t& mine = access == LDS_READ ? s.reader : access == LDS_WRITE ? s.writer : s.atomic;
+  mine = join(mine, me);
+}
+
+void lds_outside(const char* name, uint32_t index, uint32_t size) {
+  report("block %d stage %s task %u thread %d: %s[%u] of an array of %u words (or not 16 bytes aligned)",
+         self->wave->block->index, stage_name(self->place.stage), self->place.task, self->thread, name, index, size);
+  give_up();
+}
+
+}  // namespace host

@@ -1,0 +1,228 @@
+// What host.h needs of the runtime: fibers grouped into waves and blocks, shared memory with or without the memory
+// model, LDS with a race check, tile products. Only libc is used, so that any C++ compiler will do, without its library.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define HOST_COLD __attribute__((noinline, cold))
+
+namespace host __attribute__((visibility("hidden"))) {
+
+constexpr int LANES = 64;
+
+constexpr uint32_t ANY = 0xffffffffu;  // ANY_EPOCH
+
+struct Place {
+  uint32_t stage, task, epoch;
+};
+
+enum Scope : uint8_t { PLAIN, DEVICE_SCOPE };
+
+struct LdsShadow {  // who touched a word since the last barrier; see lds.cpp
+  uint32_t era;
+  uint16_t writer, reader, atomic;
+  Place by;
+};
+
+struct Block {
+  int index, xcd, arrived;  // arrived: threads at the barrier
+  uint32_t era;             // barriers passed
+  uint32_t* lds;
+  LdsShadow* shadow;
+};
+
+struct Wave;
+struct MmaCounts;
+struct StoreQueue;
+using Collective = void (*)(Wave&);
+
+struct Wave {
+  Block* block;
+  int index;
+  uint64_t ready, spinning, meeting, at_barrier, at_mma;  // lanes by state; in none of them: finished
+  uint64_t looked_at;                                     // `changes` when the spinning lanes were last looked at
+  Collective collective;
+  uint64_t slots[LANES];  // what lanes bring to a collective, and take from it
+  MmaCounts* products;
+  StoreQueue* stores;  // on their way; only with the memory model
+};
+
+struct Fiber {
+  void* sp;
+  Wave* wave;
+  int lane, thread;
+  Place place;
+  const void* polled;  // the last pair since the last pause; what was wanted and seen
+  uint32_t wanted, seen[2];
+  uint64_t paused_at;  // `changes` then
+};
+
+extern Fiber* self;
+extern int n_blocks;
+extern bool checking;            // the memory model and the LDS check are on
+extern uint64_t turns, changes;  // changes: of anything a spinning thread could notice
+
+void pause();
+void maybe_yield();
+void reschedule();
+void block_barrier();
+void meet(Collective);  // of the wave; the last to come does it for all
+uint64_t random(uint64_t below);
+
+void report(const char* format, ...) __attribute__((format(printf, 1, 2)));  // the first is kept, all are counted
+[[noreturn]] void give_up();                                                 // ends the launch, whatever the others do
+
+template <class T> inline void set_slot(T v) { memcpy(&self->wave->slots[self->lane], &v, sizeof v); }
+template <> inline void set_slot<bool>(bool) = delete;
+template <class T> inline T get_slot() {
+  T v;
+  memcpy(&v, &self->wave->slots[self->lane], sizeof v);
+  return v;
+}
+
+// Shared memory (shared.cpp). Kernels know it under addresses in a window that nobody may touch, so that an access past
+// the accessors faults; the data are at the same offsets of another range.
+extern char *window, *data;
+extern uint64_t window_bytes;
+
+HOST_COLD void bad_access(const void* p);
+inline void* data_of(const void* p) {
+  uint64_t offset = (const char*)p - window;
+  if (__builtin_expect(offset >= window_bytes, 0)) bad_access(p);
+  return data + offset;
+}
+
+// Which words spinning threads look at, by a hash of the address; a store elsewhere wakes nobody.
+constexpr int WATCH = 4096;
+extern uint16_t watched[WATCH];
+extern uint32_t watch_all;  // spinning threads that do not poll a pair
+inline uint16_t& watch_of(const void* p) { return watched[(uintptr_t)p / 8 % WATCH]; }
+inline void notice(const void* p) {
+  if (watch_of(p) | watch_all) ++changes;
+}
+
+void checked_store(void* p, const void* v, int words, Scope, uint32_t epoch);
+void checked_load(const void* p, void* v, int words, Scope, uint32_t epoch);
+
+template <Scope scope, class T> inline void store(T* p, const T& v, uint32_t epoch) {
+  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 16, "shared data are accessed by 4, 8 or 16 bytes");
+  if (checking) return checked_store(p, &v, sizeof v / 4, scope, epoch);
+  memcpy(data_of(p), &v, sizeof v);
+  notice(p);
+  if (sizeof(T) == 16) notice((char*)p + 8);
+}
+template <Scope scope, class T> inline T load(const T* p, uint32_t epoch) {
+  static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 16, "shared data are accessed by 4, 8 or 16 bytes");
+  T v;
+  if (checking)
+    checked_load(p, &v, sizeof v / 4, scope, epoch);
+  else
+    memcpy(&v, data_of(p), sizeof v);
+  return v;
+}
+
+void check_tag(const void* p, uint32_t tag);          // tags of a pair only grow
+void peek(const Fiber&, const void* p, void* pair);   // what this thread would see now
+HOST_COLD void spins_without_pause();
+extern uint32_t polls_in_turn;
+
+inline void poll(const void* p, void* pair, uint32_t wanted) {
+  if (checking)
+    peek(*self, p, pair);
+  else
+    memcpy(pair, data_of(p), 8);
+  if (++polls_in_turn > 1u << 24) spins_without_pause();
+  self->polled = p, self->wanted = wanted;
+  memcpy(self->seen, pair, 8);
+}
+bool claim(uint32_t* p);
+void drain();
+void release();
+void acquire();
+
+// LDS as kernels see it: an array of words whose every access is checked against the barriers of its block.
+enum LdsAccess { LDS_READ, LDS_WRITE, LDS_ATOMIC };
+void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess);
+HOST_COLD void lds_outside(const char* name, uint32_t index, uint32_t size);
+uint32_t lds_reserve(uint32_t words);
+
+template <class T> class Lds {
+  static_assert(sizeof(T) == 4, "LDS is kept in words");
+  const char* name;
+  uint32_t base, size;
+
+  uint32_t& word(uint32_t index, LdsAccess access) const {
+    if (__builtin_expect(index >= size, 0)) lds_outside(name, index, size);
+    if (checking) lds_check(name, base + index, index, access);
+    return self->wave->block->lds[base + index];
+  }
+  struct Word {
+    const Lds& lds;
+    uint32_t index;
+    operator T() const {
+      T v;
+      memcpy(&v, &lds.word(index, LDS_READ), 4);
+      return v;
+    }
+    T operator=(T v) const {
+      memcpy(&lds.word(index, LDS_WRITE), &v, 4);
+      return v;
+    }
+    T operator=(const Word& other) const { return *this = T(other); }
+    T operator+=(T v) const { return *this = T(*this) + v; }
+    T operator-=(T v) const { return *this = T(*this) - v; }
+    T operator*=(T v) const { return *this = T(*this) * v; }
+    T operator|=(T v) const { return *this = T(*this) | v; }
+  };
+
+ public:
+  Lds(const char* name, uint32_t words) : name(name), base(lds_reserve(words)), size(words) {}
+  Word operator[](uint32_t index) const { return {*this, index}; }
+  T& atomic(uint32_t index) const { return (T&)word(index, LDS_ATOMIC); }
+  void read4(uint32_t index, uint32_t* out) const {
+    if (index % 4 || index + 4 > size) lds_outside(name, index, size);
+    for (uint32_t i = 0; i < 4; ++i) out[i] = word(index + i, LDS_READ);
+  }
+};
+
+// Tile products (mma.cpp). A product waits for the whole wave, and that costs a switch of fibers for each lane. So
+// products are noted and done several at a time, at the latest when an accumulator is looked at.
+enum MmaKind : uint8_t { MMA_F32, MMA_BF16_K16, MMA_BF16_K32, MMA_FP8_OCP, MMA_FP8_FNUZ };
+
+class AccValues;
+struct MmaCounts {
+  uint32_t noted[LANES];    // products noted by each lane
+  uint32_t complete, done;  // products noted by all lanes, and done
+  uint32_t wanted;          // the fewest complete ones that would help a lane that waits
+};
+void mma(MmaKind, const uint32_t* a, const uint32_t* b, AccValues&);
+void mma_finish(const AccValues*);  // returns when the products noted for it are done
+
+class AccValues {
+  float v[4];
+
+  void finish() const {
+    const Fiber& f = *self;
+    const MmaCounts& q = *f.wave->products;
+    if (q.noted[f.lane] != q.done) mma_finish(this);
+  }
+  friend struct Tiles;
+
+ public:
+  AccValues() = default;
+  AccValues(const AccValues& other) { other.finish(), memcpy(v, other.v, sizeof v); }
+  AccValues& operator=(const AccValues& other) {
+    other.finish(), finish();
+    memcpy(v, other.v, sizeof v);
+    return *this;
+  }
+  ~AccValues() { finish(); }  // a product that is still to be done would be written to a dead variable
+  float& operator[](int i) { return finish(), v[i]; }
+  float operator[](int i) const { return finish(), v[i]; }
+};
+struct Acc {
+  AccValues v;
+};
+
+}  // namespace host

@@ -1,0 +1,178 @@
+// gfx942 and gfx950, with clang's builtins alone: no device library, no inline assembly (the hazard recogniser does not
+// look inside). Pointers come out of a descriptor in memory, so the compiler takes them for generic ones; the casts to
+// address space 1 turn flat accesses into global ones.
+#pragma once
+
+#define DEVICE __attribute__((device)) inline
+#define KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(WAVES* WIDTH, WAVES* WIDTH)))
+#define SHARED(T, name, N) static __attribute__((shared, aligned(16))) T name[N]
+#define SHARED_LARGE(T, name, N) SHARED(T, name, N)
+#define GLOBAL __attribute__((address_space(1)))
+
+constexpr int WIDTH = 64, WAVES = 4;
+
+DEVICE int thread_id() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE int block_id() { return __builtin_amdgcn_workgroup_id_x(); }
+DEVICE int n_blocks() { return __builtin_amdgcn_grid_size_x() / __builtin_amdgcn_workgroup_size_x(); }
+DEVICE int wave_id() { return __builtin_amdgcn_readfirstlane(thread_id() / WIDTH); }
+DEVICE int lane_id() { return thread_id() % WIDTH; }
+DEVICE int xcc_id() { return __builtin_amdgcn_s_getreg(20 | 3 << 11); }  // 4 bits of HW_REG_XCC_ID
+DEVICE u64 clock_ticks() { return __builtin_amdgcn_s_memrealtime(); }
+DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
+DEVICE void mark(u32, u32, u32) {}
+
+// LDS
+DEVICE void block_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+DEVICE u32 lds_add(u32* array, int i, u32 v) {
+  return __hip_atomic_fetch_add(array + i, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+DEVICE u32 lds_or(u32* array, int i, u32 v) {
+  return __hip_atomic_fetch_or(array + i, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+template <class T> DEVICE Vec4 lds_load4(const T* array, int i) {
+  Vec4 v;
+  __builtin_memcpy(&v, __builtin_assume_aligned(array + i, 16), sizeof v);
+  return v;
+}
+
+// Wave
+DEVICE u32 wave_read(u32 v, int lane) { return __builtin_amdgcn_ds_bpermute(lane * 4, v); }
+DEVICE float wave_sum(float v) {
+  for (int o = WIDTH / 2; o; o /= 2)
+    v += __builtin_bit_cast(float, wave_read(__builtin_bit_cast(u32, v), lane_id() ^ o));
+  return v;
+}
+DEVICE u64 wave_max(u64 v) {
+  for (int o = WIDTH / 2; o; o /= 2) {
+    u64 other = (u64)wave_read(v >> 32, lane_id() ^ o) << 32 | wave_read((u32)v, lane_id() ^ o);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+DEVICE u64 wave_ballot(bool b) { return __builtin_amdgcn_ballot_w64(b); }
+DEVICE bool wave_any(bool b) { return wave_ballot(b) != 0; }
+
+// Memory. Every access is made as one of an integer or vector type of T's size.
+typedef u32 Word4 __attribute__((ext_vector_type(4)));
+template <int Bytes> struct RawOf;
+template <> struct RawOf<1> { using Type = u8; };
+template <> struct RawOf<2> { using Type = u16; };
+template <> struct RawOf<4> { using Type = u32; };
+template <> struct RawOf<8> { using Type = u64; };
+template <> struct RawOf<16> { using Type = Word4; };
+template <class T> using Raw = typename RawOf<sizeof(T)>::Type;
+
+template <class T> using Const = const __attribute__((address_space(4))) T*;
+template <class T> DEVICE Const<T> as_const(const T* p) { return (Const<T>)p; }
+template <class T> DEVICE T copy_of(Const<T> p) {  // of a whole struct: classes are not copied between address spaces
+  T v;
+  __builtin_memcpy(&v, (const T*)p, sizeof v);
+  return v;
+}
+
+template <class T> DEVICE T load_constant(const T* p) { return __builtin_bit_cast(T, *(const GLOBAL Raw<T>*)p); }
+DEVICE Vec4 load_weights(const void* p) {
+  return __builtin_bit_cast(Vec4, __builtin_nontemporal_load((const GLOBAL Word4*)p));
+}
+
+template <class T> DEVICE void store_plain(T* p, T v, u32) { *(GLOBAL Raw<T>*)p = __builtin_bit_cast(Raw<T>, v); }
+template <class T> DEVICE T load_plain(const T* p, u32) { return load_constant(p); }
+
+// 16 bytes go as two 8-byte atomics: nothing wider has a scope here, except buffer accesses, which need a base that is
+// the same for all lanes.
+struct Halves { u64 h[2]; };
+#define SCOPED(suffix, scope)                                                                  \
+  template <class T> DEVICE void store##suffix(T* p, T v, u32) {                               \
+    if constexpr (sizeof(T) == 16) {                                                           \
+      Halves halves = __builtin_bit_cast(Halves, v);                                           \
+      for (int i = 0; i < 2; ++i)                                                              \
+        __hip_atomic_store((GLOBAL u64*)p + i, halves.h[i], __ATOMIC_RELAXED, scope);          \
+    } else {                                                                                   \
+      __hip_atomic_store((GLOBAL Raw<T>*)p, __builtin_bit_cast(Raw<T>, v), __ATOMIC_RELAXED, scope); \
+    }                                                                                          \
+  }                                                                                            \
+  template <class T> DEVICE T load##suffix(const T* p, u32) {                                  \
+    if constexpr (sizeof(T) == 16) {                                                           \
+      Halves halves;                                                                           \
+      for (int i = 0; i < 2; ++i)                                                              \
+        halves.h[i] = __hip_atomic_load((const GLOBAL u64*)p + i, __ATOMIC_RELAXED, scope);    \
+      return __builtin_bit_cast(T, halves);                                                    \
+    } else {                                                                                   \
+      return __builtin_bit_cast(T, __hip_atomic_load((const GLOBAL Raw<T>*)p, __ATOMIC_RELAXED, scope)); \
+    }                                                                                          \
+  }
+SCOPED(_device, __HIP_MEMORY_SCOPE_AGENT)
+SCOPED(_system, __HIP_MEMORY_SCOPE_SYSTEM)
+#undef SCOPED
+
+DEVICE void store_pair(Pair* p, Pair v) { store_device(p, v, v.tag); }
+DEVICE Pair load_pair(const Pair* p, u32 tag) { return load_device(p, tag); }
+DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }
+DEVICE bool claim(u32* p) {
+  u32 zero = 0;
+  return __hip_atomic_compare_exchange_strong((GLOBAL u32*)p, &zero, 1u, __ATOMIC_RELAXED, __ATOMIC_RELAXED,
+                                              __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// The store counter is per wave and neither a barrier nor a workgroup fence waits for it. The signal fences keep the
+// compiler from moving stores across: to it, s_waitcnt touches no memory.
+DEVICE void drain() {
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+// A release fence is "write back L2, then vmcnt(0)", but clang 22 drops that wait when it believes that nothing is
+// outstanding, as after drain(): it does not count the write-back. The flag would overtake it. So wait again.
+DEVICE void release_device() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+  drain();
+}
+DEVICE void release_system() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  drain();
+}
+DEVICE void acquire_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
+DEVICE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
+
+// Tiles: a lane holds 16 bytes of one row.
+#if defined(__gfx950__)
+#define FP8_FNUZ 0
+#else
+#define FP8_FNUZ 1  // of the matrix and conversion instructions; checkpoints are OCP
+#endif
+constexpr int PIECES = 1, ACC = 4;
+struct Frag { u32 w[1][4]; };
+struct Acc { float v[4]; };
+DEVICE int frag_row(int) { return lane_id() % 16; }
+DEVICE int frag_chunk() { return lane_id() / 16; }
+DEVICE int acc_row(int i) { return lane_id() / 16 * 4 + i; }
+DEVICE int acc_col(int) { return lane_id() % 16; }
+
+typedef float Float4 __attribute__((ext_vector_type(4)));
+DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc) {  // instruction i takes element i of every chunk
+  Float4 c = __builtin_bit_cast(Float4, acc), x = __builtin_bit_cast(Float4, a), y = __builtin_bit_cast(Float4, b);
+  UNROLL for (int i = 0; i < 4; ++i) c = __builtin_amdgcn_mfma_f32_16x16x4f32(x[i], y[i], c, 0, 0, 0);
+  acc = __builtin_bit_cast(Acc, c);
+}
+DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
+  Float4 c = __builtin_bit_cast(Float4, acc);
+#if defined(__gfx950__)
+  typedef __bf16 Bf16x8 __attribute__((ext_vector_type(8)));
+  c = __builtin_amdgcn_mfma_f32_16x16x32_bf16(__builtin_bit_cast(Bf16x8, a), __builtin_bit_cast(Bf16x8, b), c, 0, 0, 0);
+#else  // two instructions of half the depth: instruction i takes elements 4i ... 4i + 3 of every chunk
+  typedef short Short4 __attribute__((ext_vector_type(4)));
+  struct Parts { Short4 h[2]; } x = __builtin_bit_cast(Parts, a), y = __builtin_bit_cast(Parts, b);
+  UNROLL for (int i = 0; i < 2; ++i) c = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x.h[i], y.h[i], c, 0, 0, 0);
+#endif
+  acc = __builtin_bit_cast(Acc, c);
+}
+DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {  // instruction i takes bytes 8i ... 8i + 7 of every chunk
+  Float4 c = __builtin_bit_cast(Float4, acc);
+  struct Parts { long h[2]; } x = __builtin_bit_cast(Parts, a), y = __builtin_bit_cast(Parts, b);
+  UNROLL for (int i = 0; i < 2; ++i) c = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(x.h[i], y.h[i], c, 0, 0, 0);
+  acc = __builtin_bit_cast(Acc, c);
+}

@@ -1,0 +1,142 @@
+// The host: every thread a fiber (hip/host). Waves are as on AMD, so the bits are too.
+#pragma once
+#include "host/runtime.h"
+
+#define DEVICE inline
+#define KERNEL extern "C" __attribute__((visibility("default")))
+#define SHARED(T, name, N) static host::Lds<T> name(#name, N)
+#define SHARED_LARGE(T, name, N) SHARED(T, name, N)
+
+constexpr int WIDTH = 64, WAVES = 4;
+static_assert(WIDTH == host::LANES, "");
+
+DEVICE int thread_id() { return host::self->thread; }
+DEVICE int block_id() { return host::self->wave->block->index; }
+DEVICE int n_blocks() { return host::n_blocks; }
+DEVICE int wave_id() { return host::self->wave->index; }
+DEVICE int lane_id() { return host::self->lane; }
+DEVICE int xcc_id() { return host::self->wave->block->xcd; }
+DEVICE u64 clock_ticks() { return host::turns; }
+DEVICE void pause() { host::pause(); }
+DEVICE void mark(u32 stage, u32 task, u32 epoch) { host::self->place = {stage, task, epoch}; }
+
+// LDS
+DEVICE void block_barrier() { host::block_barrier(); }
+DEVICE u32 lds_add(host::Lds<u32>& array, int i, u32 v) {
+  u32& word = array.atomic(i);
+  return word += v, word - v;
+}
+DEVICE u32 lds_or(host::Lds<u32>& array, int i, u32 v) {
+  u32 &word = array.atomic(i), old = word;
+  word |= v;
+  return old;
+}
+template <class T> DEVICE Vec4 lds_load4(host::Lds<T>& array, int i) {
+  Vec4 v;
+  array.read4(i, v.w);
+  return v;
+}
+
+// Wave: a lane leaves its value in its slot and finds its result there.
+DEVICE u32 wave_read(u32 v, int lane) {
+  host::self->wave->slots[host::self->lane] = (u64)lane << 32 | v;
+  host::meet([](host::Wave& w) {
+    u64 now[WIDTH];
+    for (int l = 0; l < WIDTH; ++l) now[l] = (u32)w.slots[w.slots[l] >> 32 & (WIDTH - 1)];
+    __builtin_memcpy(w.slots, now, sizeof now);
+  });
+  return (u32)host::self->wave->slots[host::self->lane];
+}
+DEVICE float wave_sum(float v) {
+  host::set_slot(v);
+  host::meet([](host::Wave& w) {
+    float old[WIDTH], now[WIDTH];
+    for (int l = 0; l < WIDTH; ++l) __builtin_memcpy(&now[l], &w.slots[l], 4);
+    for (int o = WIDTH / 2; o; o /= 2) {
+      __builtin_memcpy(old, now, sizeof old);
+      for (int l = 0; l < WIDTH; ++l) now[l] = old[l] + old[l ^ o];
+    }
+    for (int l = 0; l < WIDTH; ++l) __builtin_memcpy(&w.slots[l], &now[l], 4);
+  });
+  return host::get_slot<float>();
+}
+DEVICE u64 wave_max(u64 v) {
+  host::set_slot(v);
+  host::meet([](host::Wave& w) {
+    u64 most = 0;
+    for (int l = 0; l < WIDTH; ++l) most = w.slots[l] > most ? w.slots[l] : most;
+    for (int l = 0; l < WIDTH; ++l) w.slots[l] = most;
+  });
+  return host::get_slot<u64>();
+}
+DEVICE u64 wave_ballot(bool b) {
+  host::set_slot((u64)b);
+  host::meet([](host::Wave& w) {
+    u64 bits = 0;
+    for (int l = 0; l < WIDTH; ++l) bits |= w.slots[l] << l;
+    for (int l = 0; l < WIDTH; ++l) w.slots[l] = bits;
+  });
+  return host::get_slot<u64>();
+}
+DEVICE bool wave_any(bool b) { return wave_ballot(b) != 0; }
+
+// Memory. Without checks an access is a copy from or to the region's data, which lie at a fixed distance.
+template <class T> using Const = const T*;
+template <class T> DEVICE Const<T> as_const(const T* p) { return p; }
+template <class T> DEVICE T copy_of(const T* p) { return *p; }
+template <class T> DEVICE T load_constant(const T* p) { return *p; }
+DEVICE Vec4 load_weights(const void* p) {
+  Vec4 v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class T> DEVICE void store_plain(T* p, T v, u32 epoch) { host::store<host::PLAIN>(p, v, epoch); }
+template <class T> DEVICE void store_device(T* p, T v, u32 epoch) { host::store<host::DEVICE_SCOPE>(p, v, epoch); }
+template <class T> DEVICE void store_system(T* p, T v, u32 epoch) { host::store<host::DEVICE_SCOPE>(p, v, epoch); }
+template <class T> DEVICE T load_plain(const T* p, u32 epoch) { return host::load<host::PLAIN>(p, epoch); }
+template <class T> DEVICE T load_device(const T* p, u32 epoch) { return host::load<host::DEVICE_SCOPE>(p, epoch); }
+template <class T> DEVICE T load_system(const T* p, u32 epoch) { return host::load<host::DEVICE_SCOPE>(p, epoch); }
+
+DEVICE void store_pair(Pair* p, Pair v) {
+  if (host::checking) host::check_tag(p, v.tag);
+  store_device(p, v, v.tag);
+}
+DEVICE Pair load_pair(const Pair* p, u32 tag) {
+  Pair v;
+  host::poll(p, &v, tag);
+  return v;
+}
+DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }
+DEVICE bool claim(u32* p) { return host::claim(p); }
+DEVICE void drain() {
+  if (host::checking) host::drain();
+}
+DEVICE void release_device() {
+  if (host::checking) host::release();
+}
+DEVICE void acquire_device() {
+  if (host::checking) host::acquire();
+}
+DEVICE void release_system() { release_device(); }
+DEVICE void acquire_system() { acquire_device(); }
+
+// Tiles: instruction for instruction what gfx950 does, or gfx942 with -DMMA_K=16 (16-deep bf16, FNUZ in mma_fp8).
+#ifndef MMA_K
+#define MMA_K 32
+#endif
+#define FP8_FNUZ (MMA_K == 16)
+constexpr int PIECES = 1, ACC = 4;
+struct Frag { u32 w[1][4]; };
+using Acc = host::Acc;
+DEVICE int frag_row(int) { return lane_id() % 16; }
+DEVICE int frag_chunk() { return lane_id() / 16; }
+DEVICE int acc_row(int i) { return lane_id() / 16 * 4 + i; }
+DEVICE int acc_col(int) { return lane_id() % 16; }
+DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc) { host::mma(host::MMA_F32, a.w[0], b.w[0], acc.v); }
+DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
+  host::mma(MMA_K == 16 ? host::MMA_BF16_K16 : host::MMA_BF16_K32, a.w[0], b.w[0], acc.v);
+}
+DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {
+  host::mma(FP8_FNUZ ? host::MMA_FP8_FNUZ : host::MMA_FP8_OCP, a.w[0], b.w[0], acc.v);
+}

@@ -1,0 +1,203 @@
+// sm_90. Scopes as on AMD: plain accesses may hit the SM's L1, relaxed.gpu ones go to L2, which is coherent.
+#pragma once
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL extern "C" __global__ __launch_bounds__(WAVES* WIDTH)
+#define SHARED(T, name, N) static __shared__ __align__(16) T name[N]
+#define SHARED_LARGE(T, name, N) extern __shared__ __align__(16) T name[]  // its size comes with the launch
+
+constexpr int WIDTH = 32, WAVES = 8;
+
+DEVICE int thread_id() { return threadIdx.x; }
+DEVICE int block_id() { return blockIdx.x; }
+DEVICE int n_blocks() { return gridDim.x; }
+DEVICE int wave_id() { return threadIdx.x / WIDTH; }
+DEVICE int lane_id() { return threadIdx.x % WIDTH; }
+DEVICE int xcc_id() { return 0; }
+DEVICE u64 clock_ticks() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+DEVICE void pause() { __nanosleep(20); }
+DEVICE void mark(u32, u32, u32) {}
+
+// LDS
+DEVICE void block_barrier() { __syncthreads(); }
+DEVICE u32 lds_add(u32* array, int i, u32 v) { return atomicAdd_block(array + i, v); }
+DEVICE u32 lds_or(u32* array, int i, u32 v) { return atomicOr_block(array + i, v); }
+template <class T> DEVICE Vec4 lds_load4(const T* array, int i) { return *(const Vec4*)(array + i); }
+
+// Wave
+DEVICE u32 wave_read(u32 v, int lane) { return __shfl_sync(~0u, v, lane); }
+DEVICE float wave_sum(float v) {
+  for (int o = WIDTH / 2; o; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+  return v;
+}
+DEVICE u64 wave_max(u64 v) {
+  for (int o = WIDTH / 2; o; o /= 2) {
+    u64 other = __shfl_xor_sync(~0u, v, o);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+DEVICE u64 wave_ballot(bool b) { return __ballot_sync(~0u, b); }
+DEVICE bool wave_any(bool b) { return __any_sync(~0u, b); }
+
+// Memory. PTX wants the width and the scope in the name of the instruction.
+template <int Bytes> struct RawOf;
+template <> struct RawOf<4> { using Type = u32; };
+template <> struct RawOf<8> { using Type = u64; };
+template <> struct RawOf<16> { using Type = Vec4; };
+template <class T> using Raw = typename RawOf<sizeof(T)>::Type;
+template <class To, class From> DEVICE To raw_bits(From from) {
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+#define SCOPED(suffix, scope)                                                                              \
+  DEVICE void raw_store##suffix(u32* p, u32 v) {                                                           \
+    asm volatile("st.relaxed." scope ".global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");                 \
+  }                                                                                                        \
+  DEVICE void raw_store##suffix(u64* p, u64 v) {                                                           \
+    asm volatile("st.relaxed." scope ".global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");                 \
+  }                                                                                                        \
+  DEVICE void raw_store##suffix(Vec4* p, Vec4 v) {                                                         \
+    asm volatile("st.relaxed." scope ".global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]),          \
+                 "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])                                                     \
+                 : "memory");                                                                              \
+  }                                                                                                        \
+  DEVICE u32 raw_load##suffix(const u32* p) {                                                              \
+    u32 v;                                                                                                 \
+    asm volatile("ld.relaxed." scope ".global.b32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory");               \
+    return v;                                                                                              \
+  }                                                                                                        \
+  DEVICE u64 raw_load##suffix(const u64* p) {                                                              \
+    u64 v;                                                                                                 \
+    asm volatile("ld.relaxed." scope ".global.b64 %0, [%1];" : "=l"(v) : "l"(__cvta_generic_to_global(p)) : "memory");               \
+    return v;                                                                                              \
+  }                                                                                                        \
+  DEVICE Vec4 raw_load##suffix(const Vec4* p) {                                                            \
+    Vec4 v;                                                                                                \
+    asm volatile("ld.relaxed." scope ".global.v4.b32 {%0,%1,%2,%3}, [%4];"                                 \
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])                                  \
+                 : "l"(__cvta_generic_to_global(p))                                                                                  \
+                 : "memory");                                                                              \
+    return v;                                                                                              \
+  }                                                                                                        \
+  template <class T> DEVICE void store##suffix(T* p, T v, u32) {                                           \
+    raw_store##suffix((Raw<T>*)p, raw_bits<Raw<T>>(v));                                                    \
+  }                                                                                                        \
+  template <class T> DEVICE T load##suffix(const T* p, u32) {                                              \
+    return raw_bits<T>(raw_load##suffix((const Raw<T>*)p));                                                \
+  }
+SCOPED(_device, "gpu")
+SCOPED(_system, "sys")
+#undef SCOPED
+
+template <class T> using Const = const T*;
+template <class T> DEVICE Const<T> as_const(const T* p) { return p; }
+template <class T> DEVICE T copy_of(const T* p) { return *p; }
+
+template <class T> DEVICE T load_constant(const T* p) { return *p; }
+DEVICE Vec4 load_weights(const void* p) {
+  Vec4 v;
+  asm("ld.global.nc.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+      : "l"(__cvta_generic_to_global(p)));
+  return v;
+}
+template <class T> DEVICE void store_plain(T* p, T v, u32) { *p = v; }
+template <class T> DEVICE T load_plain(const T* p, u32) { return *p; }
+
+DEVICE void store_pair(Pair* p, Pair v) { store_device(p, v, v.tag); }
+DEVICE Pair load_pair(const Pair* p, u32 tag) { return load_device(p, tag); }
+DEVICE bool claim(u32* p) { return atomicCAS(p, 0, 1) == 0; }
+
+DEVICE void release_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+DEVICE void acquire_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+DEVICE void release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+DEVICE void acquire_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// PTX has no "my stores have arrived". Its promise is causality: the barrier orders the block's stores before the
+// publisher, whose fence passes them on. So the waiting is in publish.
+DEVICE void drain() { __syncwarp(); }
+DEVICE void publish(Pair* p, Pair v) {
+  release_device();
+  store_pair(p, v);
+}
+
+// Tiles: half the lanes of an AMD wave, so each holds a chunk of two rows.
+#define FP8_FNUZ 0
+constexpr int PIECES = 2, ACC = 8;
+struct Frag { u32 w[2][4]; };
+struct Acc { float v[8]; };
+DEVICE int frag_row(int piece) { return lane_id() / 4 + 8 * piece; }
+DEVICE int frag_chunk() { return lane_id() % 4; }
+DEVICE int acc_row(int i) { return lane_id() / 4 + (i & 2) * 4; }
+DEVICE int acc_col(int i) { return lane_id() % 4 * 2 + (i & 1) + (i & 4) * 2; }
+
+DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
+  UNROLL for (int half = 0; half < 2; ++half)     // columns 0..7 and 8..15
+    UNROLL for (int k = 0; k < 4; k += 2) {       // words k and k + 1 of each chunk: 16 of the 32 k
+      float* c = acc.v + 4 * half;
+      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a.w[0][k]), "r"(a.w[1][k]), "r"(a.w[0][k + 1]), "r"(a.w[1][k + 1]), "r"(b.w[half][k]),
+            "r"(b.w[half][k + 1]));
+    }
+}
+
+// A float as the sum of two with 11 bits of mantissa, which is what the tensor core takes: its own sums then lose
+// nothing of three of the four products, and the fourth is too small to matter.
+struct Split { u32 high, low; };
+DEVICE u32 to_tf32(float v) {
+  u32 u;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(u) : "f"(v));
+  return u;
+}
+DEVICE Split split(u32 word) {
+  float v = __uint_as_float(word);
+  u32 high = to_tf32(v);
+  return {high, to_tf32(v - __uint_as_float(high))};
+}
+DEVICE void mma_tf32(const u32 (&a)[4], const u32 (&b)[2], float* c) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc) {
+  UNROLL for (int k = 0; k < 4; k += 2) {  // words k and k + 1 of each chunk: 8 of the 16 k
+    Split x[4] = {split(a.w[0][k]), split(a.w[1][k]), split(a.w[0][k + 1]), split(a.w[1][k + 1])};
+    u32 x_high[4] = {x[0].high, x[1].high, x[2].high, x[3].high}, x_low[4] = {x[0].low, x[1].low, x[2].low, x[3].low};
+    UNROLL for (int half = 0; half < 2; ++half) {
+      Split y[2] = {split(b.w[half][k]), split(b.w[half][k + 1])};
+      u32 y_high[2] = {y[0].high, y[1].high}, y_low[2] = {y[0].low, y[1].low};
+      mma_tf32(x_low, y_high, acc.v + 4 * half);
+      mma_tf32(x_high, y_low, acc.v + 4 * half);
+      mma_tf32(x_high, y_high, acc.v + 4 * half);
+    }
+  }
+}
+
+// Two e4m3 bytes as packed bf16; every e4m3 number is one of fp16 and of bf16.
+DEVICE u32 fp8x2_to_bf16(u32 two) {
+  u32 halves, low, high;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)two));
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+      : "=r"(low), "=r"(high)
+      : "r"(halves));
+  return __byte_perm(low, high, 0x7632);
+}
+DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {  // by way of bf16, whose sums are kept with more bits
+  UNROLL for (int i = 0; i < 2; ++i) {                         // bytes 8i ... 8i + 7 of every chunk
+    Frag x, y;
+    UNROLL for (int piece = 0; piece < 2; ++piece)
+      UNROLL for (int j = 0; j < 4; ++j) {
+        x.w[piece][j] = fp8x2_to_bf16(a.w[piece][2 * i + j / 2] >> j % 2 * 16);
+        y.w[piece][j] = fp8x2_to_bf16(b.w[piece][2 * i + j / 2] >> j % 2 * 16);
+      }
+    mma_bf16(x, y, acc);
+  }
+}

@@ -1,0 +1,46 @@
+// What device code may use. Exactly one of amd.h, nvidia.h and host.h defines the names listed here; types.h holds what
+// can be written once. Nothing else in hip/ or models/ knows its target.
+//
+//  Shape     WIDTH lanes a wave, WAVES waves and THREADS threads a block
+//            thread_id() wave_id() lane_id() block_id() n_blocks() xcc_id()
+//  LDS       SHARED(T, name, N)        array of N 4-byte words, at namespace scope
+//            SHARED_LARGE(T, name, N)  the one array that may be larger than 48 KB with the others; one per kernel
+//            lds_load4(name, i) -> Vec4                four words at once, i a multiple of 4
+//            lds_add(name, i, v) lds_or(name, i, v)    atomic on a u32 word of LDS; return the old value
+//            block_barrier()           orders LDS; does NOT wait for stores to global memory
+//  Wave      wave_sum(f) wave_max(u64) wave_any(b) wave_ballot(b) -> u64 wave_read(u32, lane)   collective over the wave
+//  Memory    T is 4, 8 or 16 bytes. Every access to shared data names its epoch: only the host target looks at it (it
+//            knows of each copy of each word in which epoch it was written), so a load that gets another epoch's word is
+//            reported whatever its value. ANY_EPOCH: data of an earlier launch.
+//            store_plain(p, v, epoch) load_plain(p, epoch)     cached: another XCD sees nothing before release / acquire
+//            store_device(p, v, epoch) load_device(p, epoch)   past the XCD's L2
+//            store_system(p, v, epoch) load_system(p, epoch)   past everything, for peers
+//            load_constant(p)                      data that nobody writes during the launch
+//            load_weights(p) -> Vec4               16 bytes of it, streamed: read once
+//            store_pair(p, Pair) load_pair(p, tag) 8 bytes at once, device scope: a payload and the epoch tag it is of
+//            publish(p, Pair)                      the pair store that announces what the whole block stored and drained
+//            drain()                               collective over the wave: its stores have arrived (in L2 if plain, in
+//                                                  memory otherwise)
+//            release_device() acquire_device() release_system() acquire_system()
+//            claim(p)                              true for the one caller that turns *p from 0 to 1
+//            Const<T>, as_const(p)                 pointer type for structs in memory nobody writes during the launch
+//            copy_of(Const<T>)                     the whole struct; a field is read as p->field or p[i].field
+//  Other     pause()  in every spin     clock_ticks()  constant rate     mark(stage, task, epoch)  for host reports
+//  Tiles     A product is Acc[row][col] += sum over k of A[row][k] B[col][k], 16 rows, 16 columns. A row of A or B has 64
+//            bytes, four chunks of 16. Frag: w[PIECES][4], the chunk frag_chunk() of row frag_row(piece). Acc: v[ACC], the
+//            elements acc_row(i), acc_col(i). To be copied and accessed by v[i], nothing else: on the host products are
+//            done late. All lanes of a wave do the same products.
+//            mma_f32(a, b, acc) 16 k     mma_bf16 32 k     mma_fp8 64 k, of the kind FP8_FNUZ says (0: OCP e4m3)
+//  numeric.h has what can be written once: conversions, exp, sums in a fixed order.
+#pragma once
+#include "types.h"
+
+#if defined(__HIP__)
+#include "amd.h"
+#elif defined(__CUDACC__)
+#include "nvidia.h"
+#else
+#include "host.h"
+#endif
+
+constexpr int THREADS = WAVES * WIDTH;

@@ -1,0 +1,345 @@
+"""The CPU as a device: kernels run as fibers, under a seeded scheduler and, if asked, a memory model that checks them.
+
+Shared memory belongs to the process, not to a driver: several `HostDriver`s and all modules they load see the same. It
+is an arena of two equal ranges of addresses. Kernels know the first, which nobody may touch, so that an access past the
+accessors faults; data lie at the same offsets of the second, and a third mapping is Python's tensor. Each loaded module
+has a runtime of its own (hip/host) and is handed the arena with every launch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocmega.drivers.base import DeviceFacts, Function, SharedBuffer
+from rocmega.errors import DriverError, StepError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocmega.toolchain import Artifact
+
+ARENA_BYTES = 1 << 38
+GAP = 64 << 10  # inaccessible bytes between regions, at least
+LINE = 128
+MAX_REGIONS = 16384
+HOST_ABI = 1
+CHECK, WATCH_WAITS = 1, 2
+MAX_BLOCKS = 65535
+COMPUTE_UNITS = 4  # what a persistent kernel gets unless told otherwise: enough for blocks to wait for each other
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char * 64),
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("epochs", ctypes.c_void_p),
+        ("writers", ctypes.c_void_p),
+    ]
+
+
+class _Arena(ctypes.Structure):
+    _fields_ = [
+        ("window", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("regions", ctypes.POINTER(_Region)),
+        ("count", ctypes.c_uint64),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+        ("arena", ctypes.POINTER(_Arena)),
+        ("stages", ctypes.POINTER(ctypes.c_char_p)),
+        ("n_stages", ctypes.c_uint32),
+        ("serial", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("xcds", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("patience", ctypes.c_double),
+    ]
+
+
+class _Result(ctypes.Structure):
+    _fields_ = [
+        ("turns", ctypes.c_uint64),
+        ("switches", ctypes.c_uint64),
+        ("reports", ctypes.c_uint64),
+        ("seconds", ctypes.c_double),
+        ("finished", ctypes.c_uint32),
+        ("stuck", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("stage", ctypes.c_uint32),
+        ("task", ctypes.c_uint32),
+        ("expected", ctypes.c_uint32),
+        ("seen", ctypes.c_uint32),
+        ("report", ctypes.c_char * 1500),
+    ]
+
+
+def _abi() -> int:
+    sizes = ctypes.sizeof(_Launch) << 16 | ctypes.sizeof(_Result) << 4 | ctypes.sizeof(_Region) // 8
+    return (HOST_ABI << 24 | sizes) & 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """What a launch did. `reports` counts what the checker found, `text` is the first of it."""
+
+    turns: int
+    switches: int
+    seconds: float
+    finished: bool
+    reports: int
+    text: str
+
+
+class Memory:
+    """The arena of the process: makes, lists and frees regions."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._regions = (_Region * MAX_REGIONS)()
+        self._cursor = GAP
+        nbytes = ARENA_BYTES
+        while True:
+            try:
+                window, data = self._reserve(nbytes), self._reserve(nbytes)
+                break
+            except DriverError:
+                nbytes //= 2
+                if nbytes < 1 << 30:
+                    raise
+        self.arena = _Arena(window, data, nbytes, self._regions, 0)
+        self.lock = threading.RLock()  # also held by launches: the table must not change under a running kernel
+        self.launches = 0
+
+    def _map(self, address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
+        got = self._libc.mmap(address, nbytes, protection, flags, fd, 0)
+        if got is None or got == ctypes.c_void_p(-1).value:
+            raise DriverError(f"The host driver cannot map {nbytes} bytes: {os.strerror(ctypes.get_errno())}.")
+        return int(got)
+
+    def _reserve(self, nbytes: int, address: int | None = None) -> int:
+        no_reserve, fixed = 0x4000, 0x10
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve | (fixed if address else 0)
+        return self._map(address, nbytes, 0, flags)
+
+    def _offsets(self) -> list[int]:
+        return [self._regions[i].offset for i in range(self.arena.count)]
+
+    def _find_place(self, span: int) -> int:
+        """Where `span` bytes fit with a gap on both sides. Addresses of freed regions come again as late as possible."""
+        if self._cursor + span + GAP <= self.arena.bytes:
+            at, self._cursor = self._cursor, self._cursor + span + GAP
+            return at
+        end = GAP
+        for i in range(self.arena.count):
+            region = self._regions[i]
+            if region.offset // mmap.PAGESIZE * mmap.PAGESIZE - end >= span + GAP:
+                return end
+            end = _round_up(region.offset + region.bytes, mmap.PAGESIZE) + GAP
+        raise DriverError(f"The host driver has no room left for {span} bytes of shared memory.")
+
+    def allocate(self, name: str, nbytes: int) -> SharedBuffer:
+        """A zeroed region, at the end of its pages so that what lies past it is inaccessible."""
+        import torch
+
+        if nbytes <= 0:
+            raise DriverError(f"Shared memory {name!r} needs at least one byte, not {nbytes}.")
+        with self.lock:
+            if self.arena.count == MAX_REGIONS:
+                raise DriverError(f"The host driver has room for {MAX_REGIONS} shared buffers; close some.")
+            lead = -nbytes % mmap.PAGESIZE // LINE * LINE
+            span = _round_up(lead + nbytes, mmap.PAGESIZE)
+            fd = os.memfd_create(name[:60] or "shared")
+            try:
+                os.ftruncate(fd, span)
+                start = self._find_place(span)
+                view = mmap.mmap(fd, span)
+                self._map(self.arena.data + start, span, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | 0x10, fd)
+            finally:
+                os.close(fd)
+            self._insert(name, start + lead, nbytes)
+        tensor = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=lead)
+        return SharedBuffer(name, self.arena.window + start + lead, tensor, lambda: self._free(start, lead, span))
+
+    def _insert(self, name: str, offset: int, nbytes: int) -> None:
+        at, count = bisect.bisect(self._offsets(), offset), self.arena.count
+        size, base = ctypes.sizeof(_Region), ctypes.addressof(self._regions)
+        ctypes.memmove(base + (at + 1) * size, base + at * size, (count - at) * size)
+        self._regions[at] = _Region(name.encode()[:63], offset, nbytes, None, None)
+        self.arena.count = count + 1
+
+    def _free(self, start: int, lead: int, span: int) -> None:
+        with self.lock:
+            at = bisect.bisect_left(self._offsets(), start + lead)
+            region, count = self._regions[at], self.arena.count
+            if region.epochs:
+                self._libc.munmap(region.epochs, region.bytes)
+                self._libc.munmap(region.writers, (region.bytes + 3) // 4 * 20)
+            size, base = ctypes.sizeof(_Region), ctypes.addressof(self._regions)
+            ctypes.memmove(base + at * size, base + (at + 1) * size, (count - at - 1) * size)
+            self.arena.count = count - 1
+            self._reserve(span, self.arena.data + start)
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+_memory: Memory | None = None
+_memory_lock = threading.Lock()
+
+
+def memory() -> Memory:
+    """The arena, made when it is first needed."""
+    global _memory
+    with _memory_lock:
+        if _memory is None:
+            _memory = Memory()
+        return _memory
+
+
+class HostModule:
+    """A loaded artifact. Loading the same file twice gives the same."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.library = ctypes.CDLL(str(path))
+            abi, self.launch = self.library.rocmega_host_abi, self.library.rocmega_host_launch
+        except (OSError, AttributeError) as error:
+            raise DriverError(f"{path} cannot be loaded as a kernel for the host: {error}.") from error
+        abi.restype = ctypes.c_uint32
+        if abi() != _abi():
+            raise DriverError(f"{path} was built from another version of hip/host: build it again.")
+        self.launch.argtypes = [ctypes.POINTER(_Launch), ctypes.POINTER(_Result)]
+        self.launch.restype = None
+
+    def function(self, name: str, stages: Sequence[str] = ()) -> Function:
+        """The kernel called `name`. Raises DriverError, naming the artifact, if it has none."""
+        try:
+            address = ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value
+        except AttributeError:
+            raise DriverError(f"{self.path} has no kernel {name!r}: was it built from another source?") from None
+        return Function(name, (self, address), tuple(stages))
+
+
+class HostDriver:
+    """Runs kernels on the CPU, one OS thread, all blocks resident; see `rocmega.drivers.base.Driver`.
+
+    seed: the order of threads; with check, also how the caches behave. Every seed must give the same bits.
+    check: model caches that are not coherent and stores that take time, look for LDS races, and report at once a wait
+        that can never end. Slow. A launch in which anything was found raises DriverError (StepError for such a wait).
+    watch: report such waits without check too; else the kernel's own limit ends them, or `patience` seconds.
+    """
+
+    name = "host"
+    arch = "host"
+
+    def __init__(
+        self,
+        seed: int | None = 0,
+        check: bool = False,
+        xcds: int = 8,
+        *,
+        watch: bool | None = None,
+        patience: float = 10.0,
+    ) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
+        self.seed, self.check, self.xcds, self.watch, self.patience = seed or 0, check, xcds, watch, patience
+        self.last_report: LaunchReport | None = None
+
+    def facts(self) -> DeviceFacts:
+        """The processor, with the LDS of gfx950 and as many compute units as make sense for fibers."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return DeviceFacts(_processor(), self.arch, COMPUTE_UNITS, total, 160 << 10, self.xcds)
+
+    def shared(self, name: str, nbytes: int) -> SharedBuffer:
+        """Zeroed memory that kernels write; `name` appears in reports."""
+        return memory().allocate(name, nbytes)
+
+    def constant(self, tensor: torch.Tensor) -> int:
+        """The address of a contiguous CPU tensor that nobody writes during a launch; the caller keeps it alive."""
+        if tensor.device != self.device or not tensor.is_contiguous():
+            raise DriverError(f"Kernels on the host take contiguous CPU tensors, not one on {tensor.device}.")
+        return int(tensor.data_ptr())
+
+    def load(self, artifact: Artifact) -> HostModule:
+        """Loads what the toolchain built for `host`."""
+        if artifact.target != self.arch:
+            raise DriverError(f"{artifact.path} was built for {artifact.target} and does not run on the host.")
+        return HostModule(artifact.path)
+
+    def max_blocks(self, function: Function, threads: int, dynamic_lds: int) -> int:
+        """Any number of blocks can be resident; this is the largest the checker can name."""
+        return MAX_BLOCKS
+
+    def launch(
+        self,
+        function: Function,
+        args_address: int,
+        blocks: int,
+        threads: int,
+        dynamic_lds: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """Runs the kernel to its end. Raises what the checker found: StepError for a wait that can never end."""
+        if not 1 <= blocks <= MAX_BLOCKS or threads < 64 or threads % 64:
+            raise DriverError(f"A launch of {blocks} blocks of {threads} threads: blocks are whole waves of 64 threads.")
+        module, address = function.handle
+        names = (ctypes.c_char_p * max(1, len(function.stages)))(*[s.encode() for s in function.stages])
+        watch = self.check if self.watch is None else self.watch
+        result, mem = _Result(), memory()
+        with mem.lock:
+            mem.launches += 1
+            launch = _Launch(
+                address, args_address, ctypes.pointer(mem.arena), names, len(function.stages), mem.launches, blocks,
+                threads, self.xcds, CHECK * self.check | WATCH_WAITS * watch, self.seed, self.patience,
+            )  # fmt: skip
+            module.launch(ctypes.byref(launch), ctypes.byref(result))
+        text = result.report.decode(errors="replace")
+        self.last_report = LaunchReport(
+            result.turns, result.switches, result.seconds, bool(result.finished), result.reports, text
+        )
+        if result.reports:
+            self._raise(function, result, text)
+
+    def _raise(self, function: Function, result: _Result, text: str) -> None:
+        more = f" ({result.reports - 1} more reports followed.)" if result.reports > 1 else ""
+        if result.stuck:
+            stage = function.stage(result.stage)
+            raise StepError(0, result.block, stage, result.task, result.expected, result.seen, f"{text}{more}")
+        raise DriverError(f"Kernel {function.name} on the host, seed {self.seed}: {text}.{more}")
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: launches return when the kernel has ended."""
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
