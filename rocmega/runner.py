@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocmega.errors import DriverError, RequestError, ToolchainError
+from rocmega.errors import ConfigError, DriverError, RequestError, ToolchainError
 from rocmega.policy import MEGA_ROWS, Decision, StepShape, choose
 from rocmega.progress import Progress, silent
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rocmega.step import StepBatch
 
 DEFAULT_CONTEXT = 4096
-DEVICES = ("auto", "host", "hip", "cuda")
 
 
 @dataclass
@@ -70,8 +69,6 @@ class Runner:
             raise RequestError(f"max_rows={max_rows}: one step takes 1 to {MEGA_ROWS} rows.")
         if blocks is not None and blocks < 1:
             raise RequestError(f"blocks={blocks}: the mega-task needs at least one block.")
-        if device not in DEVICES:
-            raise RequestError(f"device={device!r}: choose one of {', '.join(DEVICES)}.")
         self.directory = directory
         self.config: Any = registry.load_config(directory)
         self.family = str(registry.read_config(directory)["model_type"])
@@ -155,7 +152,7 @@ class Runner:
         decision = self.decide([sequence for sequence, _ in rows], path, logits=logits)
         batch = self._batch(rows)
         if decision.path == "mega":
-            result = self._mega.decode(batch)
+            result = self._mega.decode(batch, logits=logits)
             step = Step(decision, result.tokens.tolist(), result.logits)
         else:
             values = self.standard.decode(batch)
@@ -199,17 +196,13 @@ class Runner:
 
     def _open_driver(self, device: str, path: str, seed: int | None) -> Driver | None:
         """The device's driver; None if the standard path has to do without, which needs torch only."""
-        import torch
+        from rocmega.drivers.select import kind_for, pick
 
-        found = "host"
-        if torch.cuda.is_available():
-            found = "hip" if torch.version.hip else "cuda"
-        kind = found if device == "auto" else device
-        self._torch_device = "cpu" if kind == "host" else "cuda"
+        self._torch_device = "cpu" if kind_for(device) == "host" else "cuda"
         if path == "standard":
             return None
         try:
-            return open_driver(kind, seed)
+            return pick(device, seed=seed)
         except DriverError as error:
             if path == "mega" or device != "auto":
                 raise
@@ -235,7 +228,7 @@ class Runner:
                 max_rows=self.max_rows,
                 max_model_len=self.max_model_len,
             )
-        except (ToolchainError, DriverError) as error:
+        except (ConfigError, ToolchainError, DriverError) as error:
             if not may_fall_back:
                 raise
             self._missing = (str(error),)
@@ -273,21 +266,3 @@ class Runner:
 
         width = -(-self.max_model_len // PAGE)
         return self.cache.block_table([sequence.number for sequence in sequences], width)
-
-
-def open_driver(kind: str, seed: int | None = None) -> Driver:
-    """The driver of a kind of device: "host", "hip" or "cuda". Raises DriverError where it cannot run.
-
-    seed: of the CPU target's scheduler, None for plain order.
-    """
-    if kind == "hip":
-        from rocmega.drivers.hip import HipDriver
-
-        return HipDriver()
-    if kind == "cuda":
-        from rocmega.drivers.cuda import CudaDriver
-
-        return CudaDriver()
-    from rocmega.drivers.host import HostDriver
-
-    return HostDriver(seed=seed)

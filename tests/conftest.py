@@ -1,5 +1,7 @@
 """What all tests share."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,24 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GLM-5.2 in float32, vocabulary 512. Read only."""
-    from rocmega.models.glm.presets import write_checkpoint
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_checkpoint("glm-5.2-tiny", "fp8", dequantized=True): a checkpoint's directory, written once. Read only."""
+    folder = tmp_path_factory.mktemp("checkpoints")
 
-    return write_checkpoint("glm-5.2-tiny", tmp_path_factory.mktemp("checkpoints") / "glm-5.2-tiny")
+    @cache
+    def write(name: str = "glm-5.2-tiny", dtype: str = "f32", *, dequantized: bool = False) -> Path:
+        from rocmega.models.glm.presets import write_checkpoint
+
+        label = f"{name}-{dtype}-dequantized" if dequantized else name if dtype == "f32" else f"{name}-{dtype}"
+        return write_checkpoint(name, folder / label, dtype, dequantized=dequantized)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A tiny GLM-5.2 in float32, vocabulary 512. Read only."""
+    return tiny_checkpoint()
 
 
 @pytest.fixture

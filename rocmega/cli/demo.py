@@ -20,9 +20,12 @@ def demo(
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Decode a tiny model by the mega-task, the standard path and transformers, and compare."""
+    import torch
+
     from rocmega.cli.output import print_json, progress
     from rocmega.demo import run
 
+    torch.set_num_threads(1)  # for matrices as small as these, threads only wait for each other
     with progress(quiet=json) as show:
         result = run(model, tokens=tokens, blocks=blocks, device=device, progress=show)
     if json:

@@ -39,7 +39,7 @@ def test_anything_else_is_denied_with_its_reason(name):
 
 
 def test_all_reasons_are_listed():
-    denied = {field: value for field, value in DENIED.values()}
+    denied = dict(DENIED.values())
     assert len(choose(replace(SHAPE, **denied)).reasons) == len(denied)
 
 

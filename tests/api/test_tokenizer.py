@@ -45,12 +45,14 @@ def test_no_tokenizer(tmp_path):
 def test_a_damaged_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(RequestError, match="tokenizer.json"):
+    with pytest.raises(RequestError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
 
 
 def test_an_empty_text_is_an_empty_prompt(tiny_copy):
     write_tokenizer(tiny_copy)
-    with LLM(tiny_copy, path="standard", max_rows=1, max_model_len=64) as llm:
-        with pytest.raises(RequestError, match="empty"):
-            llm.generate("", SamplingParams(max_tokens=4))
+    with (
+        LLM(tiny_copy, path="standard", max_rows=1, max_model_len=64) as llm,
+        pytest.raises(RequestError, match="empty"),
+    ):
+        llm.generate("", SamplingParams(max_tokens=4))
