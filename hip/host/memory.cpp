@@ -142,15 +142,12 @@ void write_memory(Region* r, uint64_t word, Word v) {
 
 // Writes back and/or forgets one line; what stays dirty stays.
 void flush_line(Line* line, bool write, bool forget) {
-  if (write) {
-    uint32_t dirty = line->dirty;
-    line->dirty = 0;  // first: write_memory may fill this very line
-    for (; dirty; dirty &= dirty - 1) {
-      uint32_t i = __builtin_ctz(dirty);
-      Word v{line->data[i], line->epoch[i]};
-      write_memory(line->region, line->first + i, v);
-      line->data[i] = v.data, line->epoch[i] = v.epoch;
-    }
+  for (uint32_t dirty = write ? line->dirty : 0; dirty; dirty &= dirty - 1) {
+    uint32_t i = __builtin_ctz(dirty);
+    Word v{line->data[i], line->epoch[i]};
+    line->dirty &= ~(1u << i);
+    write_memory(line->region, line->first + i, v);  // which may fill this very line before
+    line->data[i] = v.data, line->epoch[i] = v.epoch;
   }
   if (forget) line->valid &= line->dirty;
 }
