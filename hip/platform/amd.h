@@ -68,6 +68,11 @@ template <class T> using Raw = typename RawOf<sizeof(T)>::Type;
 
 template <class T> using Const = const __attribute__((address_space(4))) T*;
 template <class T> DEVICE Const<T> as_const(const T* p) { return (Const<T>)p; }
+// The same pointer, but fields read through it before are not kept: they would fill the scalar registers of a whole kernel.
+template <class T> DEVICE Const<T> fresh(Const<T> p) {
+  asm volatile("" : "+s"(p));  // no instruction
+  return p;
+}
 template <class T> DEVICE T copy_of(Const<T> p) {  // of a whole struct: classes are not copied between address spaces
   T v;
   __builtin_memcpy(&v, (const T*)p, sizeof v);

@@ -83,6 +83,7 @@ DEVICE bool wave_any(bool b) { return wave_ballot(b) != 0; }
 // Memory. Without checks an access is a copy from or to the region's data, which lie at a fixed distance.
 template <class T> using Const = const T*;
 template <class T> DEVICE Const<T> as_const(const T* p) { return p; }
+template <class T> DEVICE Const<T> fresh(Const<T> p) { return p; }
 template <class T> DEVICE T copy_of(const T* p) { return *p; }
 template <class T> DEVICE T load_constant(const T* p) { return *p; }
 DEVICE Vec4 load_weights(const void* p) {

@@ -98,6 +98,7 @@ SCOPED(_system, "sys")
 
 template <class T> using Const = const T*;
 template <class T> DEVICE Const<T> as_const(const T* p) { return p; }
+template <class T> DEVICE Const<T> fresh(Const<T> p) { return p; }
 template <class T> DEVICE T copy_of(const T* p) { return *p; }
 
 template <class T> DEVICE T load_constant(const T* p) { return *p; }

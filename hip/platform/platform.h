@@ -23,7 +23,8 @@
 //                                                  memory otherwise)
 //            release_device() acquire_device() release_system() acquire_system()
 //            claim(p)                              true for the one caller that turns *p from 0 to 1
-//            Const<T>, as_const(p)                 pointer type for structs in memory nobody writes during the launch
+//            Const<T>, as_const(p), copy_of(p)     pointer type for structs in memory nobody writes during the launch
+//            fresh(p)                              the same, but what was read through it need not stay in registers
 //            copy_of(Const<T>)                     the whole struct; a field is read as p->field or p[i].field
 //  Other     pause()  in every spin     clock_ticks()  constant rate     mark(stage, task, epoch)  for host reports
 //  Tiles     A product is Acc[row][col] += sum over k of A[row][k] B[col][k], 16 rows, 16 columns. A row of A or B has 64

@@ -1,0 +1,100 @@
+// What every stage of a mega-task needs: which tasks are this block's, and the ways of waiting and of publishing.
+//
+// A stage is a set of tasks 0 ... T-1 whose split does not depend on the number of blocks. Block b runs the tasks with
+// (task + base) mod blocks = b; base grows by T with every stage, so that blocks left idle by one stage take the first
+// tasks of the next and already stream its weights. Sums never cross tasks except in an order fixed by task numbers, so the
+// block count cannot change a bit of the result.
+//
+// Three hand-offs, and no grid barrier:
+//   tagged data    8-byte (payload, tag) pairs; the consumer polls the data itself. Tag compared with ==: one word holds one
+//                  version at a time, and a later version would be wrong data.
+//   written through, flagged   device-scope stores; every wave drains its own store counter; block barrier; one flag.
+//   released, flagged          plain stores; every wave drains; block barrier; one wave writes its L2 back; one flag. The
+//                  consumer acquires in every wave, after its barrier: an invalidation is in order with its own wave's
+//                  loads only.
+// A flag is compared with >=: a producer that is ahead may already have moved the one word on to a later epoch, and the data
+// of ours are still whole (each region's header says why). Tags only grow, over steps too; nothing is ever cleared.
+#pragma once
+#include "platform/numeric.h"
+#include "platform/platform.h"
+
+enum class Wants { DATA, FLAG };
+enum class Stored { THROUGH, PLAIN };
+
+SHARED(u32, waves_ok, 2 * WAVES);
+
+struct Step {
+  const u32 rows, rank, poll_limit;
+  u32* const error;  // [8] claimed, rank, block, stage, task, expected, seen
+  u32 base = 0, stage = 0, task = 0, tag = 0;
+  mutable u32 turn = 0;  // of waves_ok
+
+  DEVICE Step(u32 rows, u32 rank, u32 poll_limit, u32* error)
+      : rows(rows), rank(rank), poll_limit(poll_limit), error(error) {}
+
+  DEVICE int first_task() const {
+    u32 n = n_blocks();
+    return (block_id() + n - base % n) % n;
+  }
+  DEVICE void finish(int tasks) { base += tasks; }
+
+  // Where this block is: for the error word, and for reports of the host target.
+  DEVICE void begin(u32 at_stage, u32 at_task, u32 at_tag) {
+    stage = at_stage, task = at_task, tag = at_tag;
+    mark(stage, task, tag);
+  }
+
+  // One thread waits for one word. False when this wait, or another one anywhere, was given up: then the block leaves the
+  // kernel (all_ok), and so, 64 polls later, does everybody else.
+  template <Wants W> DEVICE bool wait(const Pair* word, u32 wanted, Pair& got) const {
+    for (u32 polls = 0; polls < poll_limit; ++polls) {
+      got = load_pair(word, wanted);
+      if (W == Wants::FLAG ? (i32)(got.tag - wanted) >= 0 : got.tag == wanted) return true;
+      if (polls % 64 == 63 && load_device(error, ANY_EPOCH)) return false;
+      pause();
+    }
+    if (claim(error)) {
+      const u32 what[] = {rank, (u32)block_id(), stage, task, wanted, got.tag};
+      for (int i = 0; i < 6; ++i) store_device(error + 1 + i, what[i], 0u);
+    }
+    return false;
+  }
+
+  // Data already asked for with load_pair: there, or still to be waited for.
+  DEVICE bool settle(const Pair* word, u32 wanted, Pair& got) const {
+    return got.tag == wanted || wait<Wants::DATA>(word, wanted, got);
+  }
+
+  // True if it is for every thread. Also a block barrier. Two turns of the array: whoever writes one again has passed the
+  // barrier of the other, hence everybody has read.
+  DEVICE bool all_ok(bool mine) const {
+    u32 at = (turn++ & 1) * WAVES;
+    bool wave = !wave_any(!mine);
+    if (lane_id() == 0) waves_ok[at + wave_id()] = wave;
+    block_barrier();
+    u32 all = 1;
+    UNROLL for (int w = 0; w < WAVES; ++w) all &= waves_ok[at + w];
+    return all != 0;
+  }
+
+  // The block waits for `count` flags, flag(0) ... flag(count - 1). Also a block barrier.
+  template <class Flag> DEVICE bool wait_flags(int count, u32 wanted, Flag flag) const {
+    bool ok = true;
+    Pair got{};
+    for (int i = thread_id(); i < count && ok; i += THREADS) ok = wait<Wants::FLAG>(flag(i), wanted, got);
+    return all_ok(ok);
+  }
+
+  // After the whole block has stored its bulk data: the announcement.
+  DEVICE void announce(Pair* flag, u32 at_tag, Stored how) const {
+    drain();
+    block_barrier();
+    if (wave_id() != 0) return;
+    if (how == Stored::PLAIN) release_device();
+    if (lane_id() == 0) publish(flag, {0, at_tag});
+  }
+};
+
+// A row of values as tagged pairs.
+DEVICE void put(Pair* at, f32 value, u32 tag) { store_pair(at, {bits<u32>(value), tag}); }
+DEVICE f32 value_of(Pair pair) { return bits<f32>(pair.payload); }

@@ -1,0 +1,246 @@
+// Attention over the selected positions in the absorbed form, split over the context and merged.
+//
+// attend: a task is SPLIT positions of one row, all heads.
+//   in   latent_query [row][head][LATENT] and query [row][head][NOPE + ROPE] (its rotated part) as tagged pairs; the selection
+//        of the row after its flag (rows not longer than the selection: simply all positions); cache entries, the newest of
+//        them after its flag
+//   out  per head the maximum and sum of the softmax over these positions and the sum of p * latent, plain stores + release,
+//        flag [row][split]
+// merge: a task is one head of one row.
+//   in   the row's splits, after all their flags;  out  latent_out [row][head][LATENT] as tagged pairs
+// Splits have a fixed number of positions and are merged in order, so nothing depends on who computes them.
+#pragma once
+#include "stages/cache_entry.h"
+#include "stages/row_parts.h"
+
+constexpr int SPLIT = 32;
+
+// Split results, [rows][splits][heads]...; one slot: the next layer's are written after its input is whole, which needs this
+// layer's output, hence the end of every merge.
+struct Partials {
+  f32* out;   // [rows][splits][heads][LATENT]
+  f32* stat;  // [rows][splits][heads][2] maximum, sum
+  Pair* flags;  // [rows][splits]
+};
+
+// What a row attends to: the first `count` entries of `list`, or positions 0 ... count - 1 where it is null.
+struct Selected {
+  const u32* positions;
+  const u32* selection;  // [rows][K]
+  u32 k;
+
+  DEVICE u32 count(int row) const {
+    u32 n = load_constant(positions + row) + 1;
+    return n < k ? n : k;
+  }
+  DEVICE bool listed(int row) const { return load_constant(positions + row) + 1 > k; }
+  DEVICE int splits(int row) const { return (count(row) + SPLIT - 1) / SPLIT; }
+};
+
+template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Attend {
+  static constexpr int WIDTH_K = LATENT + ROPE, PER_16 = 16 / F::ACT_BYTES, STRIDE16 = WIDTH_K / PER_16 + 1;
+  static constexpr int MAX_SPLITS = (K + SPLIT - 1) / SPLIT, HEAD_BYTES = (NOPE + ROPE) * 4;
+  static constexpr int TILES = SPLIT / 16, K_PARTS = WAVES / TILES, K_STEPS = WIDTH_K / F::COLUMNS;
+  static_assert(WIDTH_K % F::COLUMNS == 0 && LATENT % 16 == 0, "");
+  // LDS: queries [16 heads][STRIDE16], later probabilities; entries [SPLIT][STRIDE16]; scores [K_PARTS][16 heads][SPLIT]
+  static constexpr int ENTRIES16 = 16 * STRIDE16, SCORES = (16 + SPLIT) * STRIDE16 * 4, P_STRIDE16 = SPLIT / PER_16 + 1;
+  static_assert(SCORES + K_PARTS * 16 * SPLIT <= LDS_WORDS, "attention does not fit in LDS");
+
+  PairRows latent_query, query;
+  const void* cache;  // [pages][PAGE][WIDTH_K]
+  Pages pages;
+  Selected selected;
+  const Pair *cache_flags, *selection_flags;  // [rows]
+  u32 selection_tag;                          // of the layer whose selection this is
+  Partials partials;
+
+  DEVICE bool run(Step& s, u32 stage, u32 tag) const {
+    auto splits = [this](int row) { return selected.splits(row); };
+    int tasks = count_parts(s.rows, splits);
+    for (int task = s.first_task(); task < tasks; task += n_blocks()) {
+      s.begin(stage, task, tag);
+      RowPart at = find_part(task, s.rows, splits);
+      if (!wait_for_entries(s, at, tag)) return false;
+      acquire_device();
+      load_entries(at, tag);
+      for (int group = 0; group < HEADS; group += 16) {
+        if (!load_queries(s, at.row, group)) return false;  // ends with a barrier: entries are there too
+        scores();
+        block_barrier();
+        probabilities(at, group, tag);
+        block_barrier();
+        weighted_sum(at, group, tag);
+        block_barrier();
+      }
+      s.announce(partials.flags + at.row * MAX_SPLITS + at.part, tag, Stored::PLAIN);
+    }
+    s.finish(tasks);
+    return true;
+  }
+
+ private:
+  DEVICE int entries(RowPart at) const {
+    int left = (int)selected.count(at.row) - at.part * SPLIT;
+    return left < SPLIT ? left : SPLIT;
+  }
+  // The step's own entry is the last position, so only the last split can have it.
+  DEVICE bool wait_for_entries(const Step& s, RowPart at, u32 tag) const {
+    bool ok = true;
+    Pair got;
+    if (thread_id() == 0) {
+      if (selected.listed(at.row)) ok = s.wait<Wants::FLAG>(selection_flags + at.row, selection_tag, got);
+      if (at.part == selected.splits(at.row) - 1) ok = ok && s.wait<Wants::FLAG>(cache_flags + at.row, tag, got);
+    }
+    return s.all_ok(ok);
+  }
+  DEVICE void load_entries(RowPart at, u32 tag) const {
+    constexpr int UNITS = WIDTH_K / PER_16, TOTAL = SPLIT * UNITS, BATCH = 4;
+    int count = entries(at);
+    u32 position = load_constant(selected.positions + at.row);
+    for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
+      Vec4 v[BATCH];
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int i = from + b * THREADS + thread_id(), entry = i / UNITS;
+        v[b] = {};
+        if (i >= TOTAL || entry >= count) continue;
+        u32 j = at.part * SPLIT + entry;
+        if (selected.listed(at.row)) j = load_plain(selected.selection + at.row * K + j, selection_tag);
+        u64 byte = pages.slot(at.row, j) * WIDTH_K * F::ACT_BYTES + i % UNITS * 16;
+        v[b] = load_plain((const Vec4*)((const u8*)cache + byte), j == position ? tag : ANY_EPOCH);
+      }
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int i = from + b * THREADS + thread_id();
+        if (i >= TOTAL) continue;
+        UNROLL for (int w = 0; w < 4; ++w) lds[(ENTRIES16 + i / UNITS * STRIDE16 + i % UNITS) * 4 + w] = v[b].w[w];
+      }
+    }
+  }
+  // 16 heads: [latent part | rotated part], heads beyond the last are zero.
+  DEVICE bool load_queries(const Step& s, int row, int group) const {
+    constexpr int WORDS = WIDTH_K / 2, TOTAL = 16 * WORDS, BATCH = 8;
+    bool ok = true;
+    for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
+      Two two[BATCH];
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int i = from + b * THREADS + thread_id(), head = group + i / WORDS, k = i % WORDS * 2;
+        if (i < TOTAL && head < HEADS) two[b] = ask(row, head, k);
+      }
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int i = from + b * THREADS + thread_id(), head = group + i / WORDS, k = i % WORDS * 2;
+        if (i >= TOTAL) continue;
+        f32 v[2] = {0, 0};
+        if (head < HEADS) {
+          bool latent = k < LATENT;
+          const PairRows& source = latent ? latent_query : query;
+          ok = ok && source.take(s, row, latent ? head * LATENT + k : head * (NOPE + ROPE) + NOPE + k - LATENT, two[b], v);
+        }
+        int word = i / WORDS * STRIDE16 * 4 + k * F::ACT_BYTES / 4;
+        if constexpr (F::ACT_BYTES == 4)
+          set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
+        else
+          lds[word] = pack_bf16(v[0], v[1]);
+      }
+    }
+    return s.all_ok(ok);
+  }
+  DEVICE Two ask(int row, int head, int k) const {
+    return k < LATENT ? latent_query.ask(row, head * LATENT + k) : query.ask(row, head * (NOPE + ROPE) + NOPE + k - LATENT);
+  }
+  // Entries are the A operand (16 a tile), heads the free axis; waves split tiles, then K.
+  DEVICE void scores() const {
+    int tile = wave_id() % TILES, part = wave_id() / TILES, columns[PIECES];
+    UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = frag_row(p) * STRIDE16;
+    Acc acc = {};
+    for (int step = part; step < K_STEPS; step += K_PARTS) {
+      int at[PIECES], k16 = step * F::COLUMNS / PER_16;
+      UNROLL for (int p = 0; p < PIECES; ++p) at[p] = ENTRIES16 + (tile * 16 + frag_row(p)) * STRIDE16;
+      F::multiply(act_frag(at, k16 + frag_chunk()), columns, k16, acc);
+    }
+    UNROLL for (int i = 0; i < ACCS; ++i)
+      set_lds_value(SCORES + (part * 16 + acc_col(i)) * SPLIT + tile * 16 + acc_row(i), acc.v[i]);
+  }
+  DEVICE f32 score(int head, int entry) const {
+    f32 sum = 0;
+    UNROLL for (int part = 0; part < K_PARTS; ++part) sum += lds_value(SCORES + (part * 16 + head) * SPLIT + entry);
+    return sum * SOFTMAX_SCALE;
+  }
+  // Softmax numerators of 16 heads x SPLIT entries, two neighbouring entries a thread, to where the queries were.
+  DEVICE void probabilities(RowPart at, int group, u32 tag) const {
+    static_assert(16 * SPLIT / 2 == THREADS, "");
+    int head = thread_id() / (SPLIT / 2), pair = thread_id() % (SPLIT / 2), count = entries(at);
+    f32 most = score(head, 0);
+    for (int e = 1; e < count; ++e) {
+      f32 x = score(head, e);
+      most = x > most ? x : most;
+    }
+    f32 p[2];
+    for (int j = 0; j < 2; ++j) p[j] = 2 * pair + j < count ? exp_exact(score(head, 2 * pair + j) - most) : 0.f;
+    int word = head * P_STRIDE16 * 4 + pair * F::ACT_BYTES / 2;
+    if constexpr (F::ACT_BYTES == 4)
+      set_lds_value(word, p[0]), set_lds_value(word + 1, p[1]);
+    else
+      lds[word] = pack_bf16(p[0], p[1]);
+    if (pair == 0 && group + head < HEADS) {
+      f32 sum = 0;
+      for (int e = 0; e < count; ++e) sum += exp_exact(score(head, e) - most);
+      f32* stat = partials.stat + (((u64)at.row * MAX_SPLITS + at.part) * HEADS + group + head) * 2;
+      store_plain(stat, most, tag), store_plain(stat + 1, sum, tag);
+    }
+  }
+  // 16 channels of the latent a tile, entries transposed on the way out of LDS.
+  DEVICE void weighted_sum(RowPart at, int group, u32 tag) const {
+    constexpr int STEPS = SPLIT / F::COLUMNS, PER_CHUNK = F::COLUMNS / 4;
+    int columns[PIECES];
+    UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = frag_row(p) * P_STRIDE16;
+    for (int tile = wave_id(); tile < LATENT / 16; tile += WAVES) {
+      Acc acc = {};
+      UNROLL for (int step = 0; step < STEPS; ++step) {
+        Frag values;
+        UNROLL for (int p = 0; p < PIECES; ++p)
+          UNROLL for (int i = 0; i < 4; ++i)
+            values.w[p][i] = channel(step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4, tile * 16 + frag_row(p));
+        F::multiply(values, columns, step * F::COLUMNS / PER_16, acc);
+      }
+      UNROLL for (int i = 0; i < ACCS; ++i)
+        if (int head = group + acc_col(i); head < HEADS)
+          store_plain(partials.out + (((u64)at.row * MAX_SPLITS + at.part) * HEADS + head) * LATENT + tile * 16 + acc_row(i),
+                      acc.v[i], tag);
+    }
+  }
+  // A word of the A operand: channel c of entry e (and of the next, where two share a word).
+  DEVICE u32 channel(int e, int c) const {
+    int word = (ENTRIES16 + e * STRIDE16) * 4;
+    if constexpr (F::ACT_BYTES == 4) return lds[word + c];
+    u32 low = lds[word + c / 2], high = lds[word + STRIDE16 * 4 + c / 2];
+    return c % 2 ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
+  }
+};
+
+template <int HEADS, int LATENT, int MAX_SPLITS>
+DEVICE bool merge(Step& s, u32 stage, u32 tag, const Selected& selected, const Partials& from, Pair* latent_out) {
+  int tasks = s.rows * HEADS;
+  for (int task = s.first_task(); task < tasks; task += n_blocks()) {
+    s.begin(stage, task, tag);
+    int row = task / HEADS, head = task % HEADS, splits = selected.splits(row);
+    if (!s.wait_flags(splits, tag, [&](int split) { return from.flags + row * MAX_SPLITS + split; })) return false;
+    acquire_device();
+    auto stat = [&](int split, int which) {
+      return load_plain(from.stat + (((u64)row * MAX_SPLITS + split) * HEADS + head) * 2 + which, tag);
+    };
+    f32 most = stat(0, 0), sum = 0;
+    for (int split = 1; split < splits; ++split) {
+      f32 m = stat(split, 0);
+      most = m > most ? m : most;
+    }
+    for (int split = 0; split < splits; ++split) sum += exp_exact(stat(split, 0) - most) * stat(split, 1);
+    for (int c = thread_id(); c < LATENT; c += THREADS) {
+      f32 out = 0;
+      for (int split = 0; split < splits; ++split)
+        out += exp_exact(stat(split, 0) - most) *
+               load_plain(from.out + (((u64)row * MAX_SPLITS + split) * HEADS + head) * LATENT + c, tag);
+      put(latent_out + ((u64)row * HEADS + head) * LATENT + c, out / sum, tag);
+    }
+  }
+  s.finish(tasks);
+  return true;
+}

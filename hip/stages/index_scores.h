@@ -1,0 +1,109 @@
+// The indexer's scores of one row's cached positions, a page a task:
+//   score[j] = sum over heads h of weight[h] * relu(query[h] . key[j] * DIM^-0.5)
+// Only for rows whose context is longer than the selection: the others attend to everything.
+//   in   query [row][HEADS][DIM] and weights [row][HEADS] as tagged pairs; keys from the cache, the newest after its flag
+//   out  scores [row][position] f32, written through; flag [row][page]
+// Keys are the A operand, read from the cache as they lie, heads the free axis. Heads are added in order, so that the score
+// of a position is the same wherever it is computed.
+#pragma once
+#include "stages/cache_entry.h"
+#include "stages/row_parts.h"
+
+template <class F, int HEADS, int DIM> struct IndexScores {
+  static_assert(HEADS % 16 == 0 && DIM % F::COLUMNS == 0, "");
+  static constexpr int PER_16 = 16 / F::ACT_BYTES, STRIDE16 = DIM / PER_16 + 1, STEPS = DIM / F::COLUMNS;
+  static constexpr int DOTS = HEADS * STRIDE16 * 4;  // words: [key][head] products; behind them the head weights
+  static constexpr int WEIGHTS = DOTS + PAGE * HEADS;
+  static_assert(WEIGHTS + HEADS <= LDS_WORDS, "");
+
+  PairRows query, weights;  // rows of the step
+  const void* cache;        // [pages][PAGE][DIM]
+  Pages pages;
+  const u32* positions;
+  const Pair* cache_flags;  // [rows]
+  f32* scores;              // [rows][stride]
+  u64 stride;
+  Pair* flags;              // [rows][max_pages]
+  u32 longer_than;          // rows with more positions than this have scores
+
+  DEVICE int parts(int row) const {
+    u32 n = load_constant(positions + row) + 1;
+    return n > longer_than ? (n + PAGE - 1) / PAGE : 0;
+  }
+
+  DEVICE bool run(Step& s, u32 stage, u32 tag) const {
+    auto parts_of = [this](int row) { return parts(row); };
+    int tasks = count_parts(s.rows, parts_of);
+    for (int task = s.first_task(); task < tasks; task += n_blocks()) {
+      s.begin(stage, task, tag);
+      RowPart at = find_part(task, s.rows, parts_of);
+      u32 position = load_constant(positions + at.row);
+      if (!gather(s, at.row, at.part == (int)(position / PAGE), tag)) return false;
+      acquire_device();
+      for (int group = wave_id(); group < PAGE / 16; group += WAVES) dot_products(at, group, position, tag);
+      block_barrier();
+      for (int key = thread_id(); key < PAGE; key += THREADS) {
+        u32 j = at.part * PAGE + key;
+        if (j > position) continue;
+        f32 score = 0;
+        for (int h = 0; h < HEADS; ++h) {
+          f32 dot = lds_value(DOTS + key * HEADS + h) * INDEX_SCALE;
+          score += (dot > 0 ? dot : 0.f) * lds_value(WEIGHTS + h);
+        }
+        store_device(scores + at.row * stride + j, score, tag);
+      }
+      s.announce(flags + at.row * pages.max_pages + at.part, tag, Stored::THROUGH);
+    }
+    s.finish(tasks);
+    return true;
+  }
+
+ private:
+  DEVICE bool gather(const Step& s, int row, bool newest, u32 tag) const {
+    constexpr int WORDS = HEADS * DIM / 2, BATCH = 8;
+    bool ok = true;
+    for (int from = 0; from < WORDS; from += THREADS * BATCH) {
+      Two two[BATCH];
+      UNROLL for (int b = 0; b < BATCH; ++b)
+        if (int i = from + b * THREADS + thread_id(); i < WORDS) two[b] = query.ask(row, 2 * i);
+      UNROLL for (int b = 0; b < BATCH; ++b)
+        if (int i = from + b * THREADS + thread_id(); i < WORDS) {
+          f32 v[2] = {0, 0};
+          ok = ok && query.take(s, row, 2 * i, two[b], v);
+          int head = i / (DIM / 2), word = head * STRIDE16 * 4 + i % (DIM / 2) * F::ACT_BYTES / 2;
+          if constexpr (F::ACT_BYTES == 4)
+            set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
+          else
+            lds[word] = pack_bf16(v[0], v[1]);
+        }
+    }
+    if (thread_id() < HEADS) {
+      Pair w = load_pair(weights.at(row, thread_id()), weights.tag);
+      ok = ok && s.settle(weights.at(row, thread_id()), weights.tag, w);
+      set_lds_value(WEIGHTS + thread_id(), value_of(w));
+    }
+    Pair got;
+    if (newest && thread_id() == 0) ok = ok && s.wait<Wants::FLAG>(cache_flags + row, tag, got);
+    return s.all_ok(ok);
+  }
+  DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {
+    using Word = Vec4;
+    u64 first = pages.slot(at.row, at.part * PAGE + group * 16);
+    Frag keys[STEPS];
+    UNROLL for (int step = 0; step < STEPS; ++step)
+      UNROLL for (int p = 0; p < PIECES; ++p) {
+        u64 byte = ((first + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
+        bool newest = (u32)(at.part * PAGE + group * 16 + frag_row(p)) == position;
+        Word w = load_plain((const Word*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
+        UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
+      }
+    for (int heads = 0; heads < HEADS; heads += 16) {
+      Acc acc = {};
+      int columns[PIECES];
+      UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = (heads + frag_row(p)) * STRIDE16;
+      UNROLL for (int step = 0; step < STEPS; ++step) F::multiply(keys[step], columns, step * F::COLUMNS / PER_16, acc);
+      UNROLL for (int i = 0; i < ACCS; ++i)
+        set_lds_value(DOTS + (group * 16 + acc_row(i)) * HEADS + heads + acc_col(i), acc.v[i]);
+    }
+  }
+};

@@ -1,0 +1,58 @@
+// Greedy choice: every block keeps the best logit it has computed for each row and publishes that; one task takes the best
+// of the blocks. A maximum with ties to the lowest token does not depend on who computed what.
+#pragma once
+#include "handoff/step.h"
+#include "tile/tile.h"
+
+struct Best {
+  f32 value = -__builtin_inff();
+  u32 token = 0xffffffffu;
+
+  DEVICE void offer(f32 v, u32 t) {
+    if (v > value || (v == value && t < token)) value = v, token = t;
+  }
+};
+
+// PER_ROW candidates a row, thread i has candidate i % PER_ROW of row i / PER_ROW; the best of each row to its first thread.
+template <int PER_ROW> DEVICE Best best_of_row(const Step& s, Best mine) {
+  int i = thread_id(), row = i / PER_ROW;
+  bool counts = row < (int)s.rows;
+  if (counts) set_lds_value(2 * i, mine.value), lds[2 * i + 1] = mine.token;
+  block_barrier();
+  if (counts && i % PER_ROW == 0)
+    for (int j = 1; j < PER_ROW; ++j) mine.offer(lds_value(2 * (i + j)), lds[2 * (i + j) + 1]);
+  block_barrier();
+  return mine;
+}
+
+//   in   a thread's best: thread i works on row i / 8
+//   out  best [block][ROWS][2] tagged pairs: value, token
+DEVICE void publish_best(const Step& s, u32 tag, Best mine, Pair* best) {
+  mine = best_of_row<8>(s, mine);
+  int row = thread_id() / 8;
+  if (thread_id() % 8 || row >= (int)s.rows) return;
+  Pair* to = best + ((u64)block_id() * ROWS + row) * 2;
+  put(to, mine.value, tag);
+  store_pair(to + 1, {mine.token, tag});
+}
+
+// One task.  in  best [blocks][ROWS][2];  out  tokens [row], read by the host after the launch
+DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, u32* tokens) {
+  if (s.first_task() == 0) {
+    s.begin(stage, 0, tag);
+    int row = thread_id() / 16;
+    Best mine;
+    bool ok = true;
+    for (int block = thread_id() % 16; block < (int)n_blocks() && row < (int)s.rows; block += 16) {
+      const Pair* from = best + ((u64)block * ROWS + row) * 2;
+      Pair value = load_pair(from, tag), token = load_pair(from + 1, tag);
+      ok = ok && s.settle(from, tag, value) && s.settle(from + 1, tag, token);
+      mine.offer(value_of(value), token.payload);
+    }
+    if (!s.all_ok(ok)) return false;
+    mine = best_of_row<16>(s, mine);
+    if (thread_id() % 16 == 0 && row < (int)s.rows) store_plain(tokens + row, mine.token, tag);
+  }
+  s.finish(1);
+  return true;
+}

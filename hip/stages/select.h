@@ -1,0 +1,117 @@
+// The exact top-k of a row's index scores, ties to the lowest position, in ascending order of position.
+//   in   scores [row][0 ... position], flags of all pages;  one task a row, for rows longer than K only
+//   out  selection [row][K], written through, flag [row]
+// A radix select: four passes of 8 bits over an order-preserving image of f32 find the K-th largest key and how many of its
+// equals belong in; a fifth counts per thread and a sixth writes. One block reads the scores six times: at 60 K positions
+// 1.4 MB, which its XCD's L2 holds.
+#pragma once
+#include "stages/cache_entry.h"
+
+// Larger floats, larger keys; -0 equals +0.
+DEVICE u32 order_key(f32 v) {
+  u32 u = bits<u32>(v + 0.f);
+  return u >> 31 ? ~u : u | 0x80000000u;
+}
+
+// Exclusive sum over the block's threads. Uses LDS words [at, at + WAVES); begins and ends with a barrier.
+DEVICE u32 block_prefix(u32 mine, int at) {
+  u32 sum = mine;
+  for (int o = 1; o < WIDTH; o *= 2) {
+    u32 below = wave_read(sum, lane_id() >= o ? lane_id() - o : lane_id());
+    if (lane_id() >= o) sum += below;
+  }
+  block_barrier();
+  if (lane_id() == WIDTH - 1) lds[at + wave_id()] = sum;
+  block_barrier();
+  u32 before = sum - mine;
+  for (int w = 0; w < wave_id(); ++w) before += lds[at + w];
+  return before;
+}
+
+template <int K> struct Select {
+  static constexpr int BINS = 256, PER_LANE = BINS / WIDTH;
+  const f32* scores;  // [rows][stride]
+  u64 stride;
+  const u32* positions;
+  const Pair* score_flags;  // [rows][max_pages]
+  u32 max_pages;
+  u32* selection;  // [rows][K]
+  Pair* flags;     // [rows]
+
+  DEVICE bool run(Step& s, u32 stage, u32 tag) const {
+    for (int row = s.first_task(); row < (int)s.rows; row += n_blocks()) {
+      u32 n = load_constant(positions + row) + 1;
+      if (n <= K) continue;
+      s.begin(stage, row, tag);
+      if (!s.wait_flags((n + PAGE - 1) / PAGE, tag, [&](int page) { return score_flags + row * max_pages + page; })) return false;
+      acquire_device();
+      auto key = [&](u32 j) { return order_key(load_plain(scores + row * stride + j, tag)); };
+      u32 take = K;  // of those equal to the threshold, once it is complete
+      u32 threshold = 0, known = 0;
+      for (int shift = 24; shift >= 0; shift -= 8) {
+        count(n, key, threshold, known, shift);
+        threshold |= digit(take) << shift;
+        known |= 0xffu << shift;
+      }
+      write(n, key, threshold, take, selection + row * K, tag);
+      s.announce(flags + row, tag, Stored::THROUGH);
+    }
+    s.finish(s.rows);
+    return true;
+  }
+
+ private:
+  // Histogram of the next digit of the keys that agree with the threshold so far.
+  template <class Key> DEVICE void count(u32 n, Key key, u32 threshold, u32 known, int shift) const {
+    block_barrier();
+    for (int bin = thread_id(); bin < BINS; bin += THREADS) lds[bin] = 0u;
+    block_barrier();
+    for (u32 j = thread_id(); j < n; j += THREADS)
+      if (u32 k = key(j); (k & known) == threshold) lds_add(lds, k >> shift & 255, 1u);
+    block_barrier();
+  }
+  // The digit of the take-th largest; `take` becomes its place among those with that digit. Every wave computes it.
+  DEVICE u32 digit(u32& take) const {
+    u32 mine = 0, sum;
+    int top = BINS - 1 - lane_id() * PER_LANE;  // lane 0 has the largest digits
+    UNROLL for (int i = 0; i < PER_LANE; ++i) mine += lds[top - i];
+    sum = mine;
+    for (int o = 1; o < WIDTH; o *= 2) {
+      u32 before = wave_read(sum, lane_id() >= o ? lane_id() - o : lane_id());
+      if (lane_id() >= o) sum += before;
+    }
+    u32 above = sum - mine, found = 0, rest = 0;
+    bool here = above < take && take <= sum;
+    if (here)
+      for (int i = 0; i < PER_LANE; ++i) {
+        u32 c = lds[top - i];
+        if (take - above <= c) {
+          found = top - i, rest = take - above;
+          break;
+        }
+        above += c;
+      }
+    int lane = __builtin_ctzll(wave_ballot(here));
+    take = wave_read(rest, lane);
+    return wave_read(found, lane);
+  }
+  // Each thread has a contiguous stretch of positions, so that places come from two prefix sums.
+  template <class Key> DEVICE void write(u32 n, Key key, u32 threshold, u32 take, u32* out, u32 tag) const {
+    u32 stretch = (n + THREADS - 1) / THREADS, begin = thread_id() * stretch, end = begin + stretch;
+    if (begin > n) begin = n;
+    if (end > n) end = n;
+    u32 above = 0, equal = 0;
+    for (u32 j = begin; j < end; ++j) {
+      u32 k = key(j);
+      above += k > threshold, equal += k == threshold;
+    }
+    above = block_prefix(above, 0);
+    equal = block_prefix(equal, WAVES);
+    for (u32 j = begin; j < end; ++j) {
+      u32 k = key(j);
+      if (k > threshold || (k == threshold && equal < take))
+        store_device(out + above + (equal < take ? equal : take), j, tag);
+      above += k > threshold, equal += k == threshold;
+    }
+  }
+};

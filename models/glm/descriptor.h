@@ -1,0 +1,84 @@
+// The kernel's arguments: one block in device memory, fields by name. This file is the only definition; Python reads it
+// (rocmega/descriptor), and a test compares every offset with the compiler's.
+#pragma once
+#include "platform/types.h"
+
+constexpr u32 DESCRIPTOR_VERSION = 1;
+
+// A linear map of `n` output rows, packed in tiles of 16 rows and 1 KB (hip/tile/tile.h). `scales` only for FP8:
+// f32 [ceil(n / 128)][ceil(k / 128)] as published.
+struct Matrix {
+  const void* tiles;
+  const f32* scales;
+};
+
+// One layer's weights. LINEAR is the checkpoint's format for big matrices (f32, bf16 or FP8), ISLAND that of those the
+// checkpoint never quantizes (f32 or bf16), ABSORBED f32 when LINEAR is, else bf16. H hidden, E experts.
+struct LayerWeights {
+  const f32* attention_norm;  // [H]
+  const f32* q_a_norm;        // [Q_LORA]
+  const f32* kv_a_norm;       // [KV_LORA]
+  const f32* mlp_norm;        // [H]
+  const f32* index_k_norm;    // [2][INDEX_DIM]: weight, bias; null in layers that share another's selection
+  Matrix q_a;                 // LINEAR [Q_LORA][H]
+  Matrix kv_a;                // LINEAR [KV_LORA + ROPE][H]
+  Matrix q_b;                 // LINEAR [HEADS * (NOPE + ROPE)][Q_LORA]
+  Matrix key_up;              // ABSORBED, HEADS matrices [KV_LORA][NOPE]: Wk[h] transposed
+  Matrix value_up;            // ABSORBED, HEADS matrices [V_DIM][KV_LORA]: Wv[h]
+  Matrix o;                   // LINEAR [H][HEADS * V_DIM]
+  Matrix index_q;             // LINEAR [INDEX_HEADS * INDEX_DIM][Q_LORA]; null in shared layers, as the next two
+  Matrix index_k;             // LINEAR [INDEX_DIM][H]
+  Matrix index_weights;       // ISLAND [INDEX_HEADS][H]
+  Matrix router;              // ISLAND [E][H]; null in dense layers
+  const f32* router_bias;     // [E]; null in dense layers
+  Matrix gate_up;             // LINEAR; dense layers: 2 matrices [DENSE_WIDTH][H], gate then up;
+                              // MoE layers: E + 1 times (gate [EXPERT_WIDTH][H], up), the shared expert last
+  Matrix down;                // LINEAR; dense: [H][DENSE_WIDTH]; MoE: E + 1 matrices [H][EXPERT_WIDTH]
+  u32 dense;                  // 1: dense layer, 0: MoE
+  u32 full_index;             // 1: the layer has an indexer, 0: it shares the previous full layer's selection
+  void* latent_cache;         // CACHE [pages][PAGE][KV_LORA + ROPE]
+  void* index_cache;          // CACHE [pages][PAGE][INDEX_DIM]; null in shared layers
+};
+
+struct DecodeArgs {
+  u32 version;                 // DESCRIPTOR_VERSION
+  u32 rows;                    // 1 to ROWS
+  u32 layer_begin, layer_end;  // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
+  u32 layers;                  // of the whole model
+  u32 epoch;                   // tags of this step are epoch + 1 ... epoch + 2 * layers + 2; grows by that much each step
+  u32 poll_limit;              // polls before a wait gives up
+  u32 max_pages;               // stride of block_table
+  u32 rank;                    // for error reports
+  const u32* tokens_in;        // [ROWS] the tokens to run
+  const u32* positions;        // [ROWS] their positions, which are also the number of cached tokens before them
+  const u32* block_table;      // [ROWS][max_pages] page numbers
+  const f32* rope;             // [positions][ROPE / 2][2] cos, sin
+  const void* embedding;       // ISLAND [VOCAB][H], row-major
+  const f32* final_norm;       // [H]
+  Matrix head;                 // ISLAND [VOCAB][H]
+  const LayerWeights* weights; // [layers]
+  // Hand-off regions. Two slots where the shape begins with [2]; decode.hip says why that is enough.
+  Pair* x;                     // [2][ROWS][H] residual stream
+  Pair* down_q;                // [2][ROWS][Q_LORA]
+  Pair* down_kv;               // [2][ROWS][KV_LORA + ROPE]
+  Pair* down_index;            // [2][ROWS][INDEX_DIM + INDEX_HEADS] index key, index head weights
+  Pair* query;                 // [2][ROWS][HEADS][NOPE + ROPE]
+  Pair* index_query;           // [2][ROWS][INDEX_HEADS][INDEX_DIM]
+  Pair* latent_query;          // [2][ROWS][HEADS][KV_LORA]
+  f32* index_scores;           // [ROWS][max_pages * PAGE] bulk, written through
+  u32* selection;              // [ROWS][INDEX_TOPK] bulk, written through: selected positions, ascending
+  f32* partial_out;            // [ROWS][SPLITS][HEADS][KV_LORA] bulk, plain + release
+  f32* partial_stat;           // [ROWS][SPLITS][HEADS][2] maximum and sum, as partial_out
+  Pair* latent_out;            // [2][ROWS][HEADS][KV_LORA]
+  Pair* attention_out;         // [2][ROWS][HEADS][V_DIM]
+  Pair* router_scores;         // [2][ROWS][E]
+  Pair* middle;                // [2][ROWS][MIDDLE] activations between gate/up and down
+  Pair* best;                  // [n_blocks][ROWS][2] each block's best logit: value, token
+  Pair* cache_flags;           // [ROWS] flag: this step's cache entry of the layer is written
+  Pair* score_flags;           // [ROWS][max_pages] flag: the scores of this page are written
+  Pair* selection_flags;       // [ROWS] flag
+  Pair* partial_flags;         // [ROWS][SPLITS] flag
+  u32* error;                  // [8] claimed, rank, block, stage, task, expected, seen, 0
+  f32* logits;                 // [ROWS][VOCAB], written if not null
+  u32* tokens_out;             // [ROWS]
+};

@@ -1,0 +1,132 @@
+"""The mega-task as a unit to compile: one binary per model configuration, weight formats, tensor-parallel size and target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rocmega.cache import PAGE
+from rocmega.errors import ConfigError
+from rocmega.models.glm.config import GlmConfig
+from rocmega.toolchain import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rocmega.models.glm.weights import Formats
+
+KERNEL = "glm_decode"
+FOLDER = Path(__file__).resolve().parent
+ROWS = 16  # rows of a step: the free axis of the matrix tile
+THREADS = 256  # of a block, on every target
+SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
+
+# Words of the large LDS array. One block owns its compute unit, so it may have nearly all: 64 KB on gfx942, 160 KB on
+# gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
+LDS_WORDS = {"host": 15104, "gfx942": 15104, "gfx950": 38912, "sm_90": 49152}
+
+_FORMATS = {"f32": "F32", "bf16": "Bf16", "fp8": "Fp8"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One rank's dimensions: heads, expert and dense widths and the vocabulary are divided by the number of ranks."""
+
+    heads: int
+    dense_width: int
+    expert_width: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: GlmConfig, tp: int = 1) -> Shape:
+        """Raises ConfigError, with every reason, if the model cannot be divided into `tp` ranks or its tiles do not fit."""
+        divided = {
+            "num_attention_heads": config.num_attention_heads,
+            "intermediate_size": config.intermediate_size,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "vocab_size": config.vocab_size,
+        }
+        faults = [f"{name} {value} is not divisible by {tp} ranks" for name, value in divided.items() if value % tp]
+        faults += _tile_faults(config, tp)
+        if faults:
+            raise ConfigError(f"The mega-task cannot run this model: {'; '.join(faults)}. Use the standard path.")
+        return cls(*(value // tp for value in divided.values()))
+
+
+def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
+    """What the kernel's tiles ask of a model's dimensions."""
+    sixteens = {
+        "hidden_size": config.hidden_size,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "index_n_heads": config.index_n_heads,
+        "intermediate_size per rank": config.intermediate_size // tp,
+        "moe_intermediate_size per rank": config.moe_intermediate_size // tp,
+        "vocab_size per rank": config.vocab_size // tp,
+        "n_routed_experts": config.n_routed_experts,
+    }
+    for name, value in sixteens.items():
+        if value % 16:
+            yield f"{name} {value} is not a multiple of 16"
+    for name, value in {"index_head_dim": config.index_head_dim, "kv_lora_rank + rope": config.latent_dim}.items():
+        if value % 32:
+            yield f"{name} {value} is not a multiple of 32"
+    if config.n_routed_experts > THREADS:
+        yield f"n_routed_experts {config.n_routed_experts} is more than {THREADS}"
+    if config.num_experts_per_tok > 14:
+        yield f"num_experts_per_tok {config.num_experts_per_tok} is more than 14"
+
+
+def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1) -> str:
+    """The text of model_config.h, which decode.hip is compiled against."""
+    shape = Shape.of(config, tp)
+    sizes = {
+        "ROWS": ROWS,
+        "PAGE": PAGE,
+        "LDS_WORDS": LDS_WORDS[target],
+        "HIDDEN": config.hidden_size,
+        "VOCAB": shape.vocab,
+        "HEADS": shape.heads,
+        "Q_LORA": config.q_lora_rank,
+        "KV_LORA": config.kv_lora_rank,
+        "ROPE": config.qk_rope_head_dim,
+        "NOPE": config.qk_nope_head_dim,
+        "V_DIM": config.v_head_dim,
+        "DENSE_WIDTH": shape.dense_width,
+        "EXPERTS": config.n_routed_experts,
+        "TOP_K": config.num_experts_per_tok,
+        "EXPERT_WIDTH": shape.expert_width,
+        "INDEX_HEADS": config.index_n_heads,
+        "INDEX_DIM": config.index_head_dim,
+        "INDEX_TOPK": config.index_topk,
+    }
+    numbers = {
+        "NORM_EPS": config.rms_norm_eps,
+        "LATENT_NORM_EPS": config.latent_norm_eps,
+        "INDEX_NORM_EPS": config.index_norm_eps,
+        "ROUTED_SCALE": config.routed_scaling_factor,
+        "SOFTMAX_SCALE": config.softmax_scale,
+        "INDEX_SCALE": config.index_scale,
+        "INDEX_WEIGHT_SCALE": config.index_weight_scale,
+    }
+    types = {"Linear": formats.linear, "Island": formats.island, "Absorbed": formats.absorbed}
+    return "\n".join(
+        [
+            "#pragma once",
+            *(f"constexpr int {name} = {value};" for name, value in sizes.items()),
+            *(f"constexpr float {name} = {float(value)!r}f;" for name, value in numbers.items()),
+            '#include "tile/tile.h"',
+            *(f"using {name} = {_FORMATS[value]};" for name, value in types.items()),
+            "",
+        ]
+    )
+
+
+def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1) -> Unit:
+    """What the toolchain compiles for one target."""
+    name = f"glm-{formats.linear}-{formats.island}-tp{tp}"
+    return Unit(name, FOLDER / "decode.hip", {"model_config.h": model_header(config, formats, target, tp)})

@@ -1,0 +1,254 @@
+"""The mega-task path: a decode step as one launch of models/glm/decode.hip."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocmega import descriptor
+from rocmega.cache import PAGE
+from rocmega.checkpoint.tiles import PackedMatrix
+from rocmega.errors import RequestError, StepError
+from rocmega.models.glm import kernel
+from rocmega.models.glm.config import GlmConfig
+from rocmega.toolchain import compile as compile_unit
+
+if TYPE_CHECKING:
+    from rocmega.cache import PagedCache
+    from rocmega.drivers.base import Driver, Function, SharedBuffer
+    from rocmega.models.glm.weights import GlmWeights, Layer
+    from rocmega.step import StepBatch
+    from rocmega.toolchain import Artifact
+
+POLL_LIMIT = 20_000_000  # polls before a wait gives up: some 10 s of a poll each half microsecond
+LAST_EPOCH = 1 << 31  # flags are compared as signed differences; regions begin anew before tags get that large
+ERROR_WORDS = ("claimed", "rank", "block", "stage", "task", "expected", "seen", "unused")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Fields:
+        tokens: int32 [rows] on the CPU, the greedy choice of each row (ties to the lowest id).
+        logits: f32 [rows, vocab] on the device, or None if they were not asked for; overwritten by the next step.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None
+
+
+def rope_table(config: GlmConfig, positions: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Cosine and sine of every position and pair of channels, f32 [positions, rope / 2, 2]."""
+    channels = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32)
+    frequencies = 1.0 / config.rope_theta ** (channels / config.qk_rope_head_dim)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
+
+
+def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dict[str, int]:
+    """Sizes of everything a launch writes, by field of DecodeArgs; shapes as in descriptor.h."""
+    shape, rows, pair, word = kernel.Shape.of(config, tp), kernel.ROWS, 8, 4
+    splits = -(-config.index_topk // kernel.SPLIT)
+    middle = max(shape.dense_width, (config.num_experts_per_tok + 1) * shape.expert_width)
+    slotted = {
+        "x": config.hidden_size,
+        "down_q": config.q_lora_rank,
+        "down_kv": config.latent_dim,
+        "down_index": config.index_head_dim + config.index_n_heads,
+        "query": shape.heads * config.qk_head_dim,
+        "index_query": config.index_n_heads * config.index_head_dim,
+        "latent_query": shape.heads * config.kv_lora_rank,
+        "latent_out": shape.heads * config.kv_lora_rank,
+        "attention_out": shape.heads * config.v_head_dim,
+        "router_scores": config.n_routed_experts,
+        "middle": middle,
+    }
+    return {
+        **{name: 2 * rows * width * pair for name, width in slotted.items()},
+        "index_scores": rows * max_pages * PAGE * word,
+        "selection": rows * config.index_topk * word,
+        "partial_out": rows * splits * shape.heads * config.kv_lora_rank * word,
+        "partial_stat": rows * splits * shape.heads * 2 * word,
+        "best": blocks * rows * 2 * pair,
+        "cache_flags": rows * pair,
+        "score_flags": rows * max_pages * pair,
+        "selection_flags": rows * pair,
+        "partial_flags": rows * splits * pair,
+        "error": len(ERROR_WORDS) * word,
+        "logits": rows * shape.vocab * word,
+        "tokens_out": rows * word,
+    }
+
+
+class MegaPath:
+    """Decode steps of up to 16 rows, one launch each (or `mega_tasks` of them, split at layer borders: the same bits).
+
+    blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
+    Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
+    dimensions do not fit its tiles.
+    """
+
+    def __init__(
+        self,
+        config: GlmConfig,
+        weights: GlmWeights,
+        cache: PagedCache,
+        driver: Driver,
+        *,
+        blocks: int | None = None,
+        max_rows: int = kernel.ROWS,
+        max_model_len: int,
+        mega_tasks: int = 1,
+        artifact: Artifact | None = None,
+    ) -> None:
+        if not 1 <= max_rows <= kernel.ROWS:
+            raise RequestError(f"max_rows={max_rows}: the mega-task takes 1 to {kernel.ROWS} rows.")
+        self.config, self.weights, self.cache, self.driver = config, weights, cache, driver
+        self.max_rows, self.max_model_len = max_rows, max_model_len
+        self.max_pages = -(-max_model_len // PAGE)
+        self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
+        self._header = descriptor.load(kernel.FOLDER / "descriptor.h")
+        self._function = self._load(artifact)
+        resident = driver.max_blocks(self._function, kernel.THREADS, self._dynamic_lds)
+        self.blocks = min(resident, driver.facts().compute_units) if blocks is None else blocks
+        self._keep: list[torch.Tensor] = []  # tensors whose addresses the kernel has
+        self._regions: dict[str, SharedBuffer] = {}
+        self._args = self._header.structs["DecodeArgs"]()
+        self._args_bytes = torch.zeros(ctypes.sizeof(self._args), dtype=torch.uint8, device=driver.device)
+        self._fill_constants()
+        self._open_regions()
+
+    @property
+    def launches_per_step(self) -> int:
+        """Kernel launches of one decode step."""
+        return len(self.layer_splits)
+
+    def decode(self, batch: StepBatch, *, logits: bool = True) -> StepResult:
+        """Runs one step: reads and extends the cache, gives each row's next token.
+
+        Raises RequestError if the batch does not fit, StepError if the kernel gave up waiting.
+        """
+        batch.check(vocab=self.config.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        rows, args = batch.rows, self._args
+        self._tokens[:rows] = batch.tokens
+        self._positions[:rows] = batch.positions
+        pages = min(batch.block_table.shape[1], self.max_pages)
+        self._block_table[:rows, :pages] = batch.block_table[:, :pages]
+        args.rows = rows
+        args.epoch = self._next_epoch()
+        args.logits = self._regions["logits"].address if logits else 0
+        for begin, end in self.layer_splits:
+            args.layer_begin, args.layer_end = begin, end
+            self._launch()
+        return StepResult(
+            tokens=self._view("tokens_out", torch.int32)[:rows].cpu(),
+            logits=self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows] if logits else None,
+        )
+
+    def close(self) -> None:
+        """Frees what the launches write; the cache and the weights are the caller's."""
+        for buffer in self._regions.values():
+            buffer.close()
+        self._regions = {}
+
+    def region(self, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """A hand-off region as it is now, for tests and debugging."""
+        return self._view(name, dtype)
+
+    def _view(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self._regions[name].tensor.view(dtype)
+
+    @property
+    def _dynamic_lds(self) -> int:
+        return kernel.LDS_WORDS[self.driver.arch] * 4 if self.driver.name == "cuda" else 0
+
+    def _load(self, artifact: Artifact | None) -> Function:
+        if artifact is None:
+            artifact = compile_unit(kernel.unit(self.config, self.weights.formats, self.driver.arch), self.driver.arch)
+        stages = descriptor.load(kernel.FOLDER / "stages.h").enums["Stage"]
+        return self.driver.load(artifact).function(kernel.KERNEL, [name.lower() for name in stages])
+
+    def _launch(self) -> None:
+        self._args_bytes.copy_(torch.frombuffer(bytearray(self._args), dtype=torch.uint8))
+        address = self.driver.constant(self._args_bytes)
+        self.driver.launch(self._function, address, self.blocks, kernel.THREADS, self._dynamic_lds)
+        self.driver.synchronize()
+        self._raise_if_given_up()
+
+    def _raise_if_given_up(self) -> None:
+        words = self._view("error", torch.int32).tolist()
+        if not words[0]:
+            return
+        seen = dict(zip(ERROR_WORDS, (word & 0xFFFFFFFF for word in words), strict=True))
+        self._open_regions()  # whatever is half done in them must not be met by a later step
+        raise StepError(
+            seen["rank"], seen["block"], self._function.stage(seen["stage"]), seen["task"], seen["expected"], seen["seen"]
+        )
+
+    def _next_epoch(self) -> int:
+        """Tags of a step are epoch + 1 ... epoch + 2 * layers + 1, and grow."""
+        span = 2 * self.config.num_hidden_layers + 2
+        if self._epoch + 2 * span >= LAST_EPOCH:
+            self._open_regions()
+        self._epoch += span
+        return self._epoch
+
+    def _open_regions(self) -> None:
+        """Fresh regions, all zero, with epochs from the start: no tag of before can be taken for one of later."""
+        self.close()
+        self._epoch = 0
+        for name, nbytes in region_bytes(self.config, 1, self.max_pages, self.blocks).items():
+            self._regions[name] = self.driver.shared(name, nbytes)
+            setattr(self._args, name, self._regions[name].address)
+
+    def _fill_constants(self) -> None:
+        args, device, rows = self._args, self.driver.device, kernel.ROWS
+        self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(rows, self.max_pages, dtype=torch.int32, device=device)
+        args.version = self._header.constants["DESCRIPTOR_VERSION"]
+        args.layers = self.config.num_hidden_layers
+        args.poll_limit = POLL_LIMIT
+        args.max_pages = self.max_pages
+        args.tokens_in = self._constant(self._tokens)
+        args.positions = self._constant(self._positions)
+        args.block_table = self._constant(self._block_table)
+        args.rope = self._constant(rope_table(self.config, self.max_model_len, device))
+        args.embedding = self._constant(self.weights.embedding)
+        args.final_norm = self._constant(self.weights.final_norm)
+        self._put_matrix(args.head, self.weights.head)
+        table = (self._header.structs["LayerWeights"] * args.layers)()
+        for number, (entry, layer) in enumerate(zip(table, self.weights.layers, strict=True)):
+            self._fill_layer(entry, number, layer)
+        args.weights = self._constant(torch.frombuffer(bytearray(table), dtype=torch.uint8).to(device))
+
+    def _fill_layer(self, entry: Any, number: int, layer: Layer) -> None:
+        for name, value in layer.items():
+            if isinstance(value, PackedMatrix):
+                self._put_matrix(getattr(entry, name), value)
+            else:
+                setattr(entry, name, self._constant(value))
+        entry.dense = self.config.dense_layers[number]
+        entry.full_index = self.config.full_index[number]
+        entry.latent_cache = self.cache.latent_address(number)
+        entry.index_cache = self.cache.index_address(number)
+
+    def _put_matrix(self, entry: Any, matrix: PackedMatrix) -> None:
+        entry.tiles = self._constant(matrix.tiles)
+        entry.scales = 0 if matrix.scales is None else self._constant(matrix.scales)
+
+    def _constant(self, tensor: torch.Tensor) -> int:
+        self._keep.append(tensor)
+        return self.driver.constant(tensor)
+
+
+def _split_layers(layers: int, parts: int) -> list[tuple[int, int]]:
+    """Contiguous ranges of layers, as even as can be."""
+    if not 1 <= parts <= layers:
+        raise RequestError(f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks.")
+    borders = [layers * part // parts for part in range(parts + 1)]
+    return list(zip(borders[:-1], borders[1:], strict=True))
