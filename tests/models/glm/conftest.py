@@ -1,0 +1,129 @@
+"""A loaded tiny model on the standard path, and transformers' word on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocmega.cache import PagedCache, TorchMemory
+from rocmega.checkpoint import Checkpoint
+from rocmega.models.glm.config import GlmConfig, from_dir
+from rocmega.models.glm.standard import StandardPath
+from rocmega.models.glm.weights import GlmWeights, pack
+from rocmega.step import StepBatch
+
+PROMPT = 75  # tokens; more than three times the tiny models' index_topk
+STEPS = 64
+
+
+@dataclass
+class Model:
+    """A packed model with a cache of its own."""
+
+    config: GlmConfig
+    weights: GlmWeights
+    pages: int = 16
+    cache: PagedCache = field(init=False)
+    path: StandardPath = field(init=False)
+
+    def __post_init__(self):
+        self.cache = PagedCache(self.config.cache_spec(self.weights.formats.cache), self.pages, TorchMemory())
+        self.path = StandardPath(self.config, self.weights, self.cache)
+
+    def prefill(self, request: str, tokens: torch.Tensor, position: int = 0, chunk: int = 512) -> torch.Tensor:
+        self.cache.grow(request, position + len(tokens))
+        return self.path.prefill(tokens, position, self.cache.block_table([request])[0], chunk)
+
+    def decode(self, rows: Sequence[tuple[str, int, int]]) -> torch.Tensor:
+        """One step of rows (request, token, position)."""
+        requests, tokens, positions = zip(*rows, strict=True)
+        for request, position in zip(requests, positions, strict=True):
+            self.cache.grow(request, position + 1)
+        table = self.cache.block_table(requests)
+        return self.path.decode(StepBatch(_int32(tokens), _int32(positions), table))
+
+    def greedy(
+        self, request: str, prompt: torch.Tensor, steps: int, chunk: int = 512
+    ) -> tuple[list[int], torch.Tensor]:
+        """Prefill and single decode steps: tokens, and the logits row behind each."""
+        rows = [self.prefill(request, prompt, chunk=chunk)]
+        for step in range(steps - 1):
+            rows.append(self.decode([(request, int(rows[-1].argmax()), len(prompt) + step)])[0])
+        return [int(row.argmax()) for row in rows], torch.stack(rows)
+
+    def follow(self, request: str, prompt: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """As `greedy`, with the tokens given: the logits rows."""
+        rows = [self.prefill(request, prompt)]
+        for step, token in enumerate(tokens[:-1]):
+            rows.append(self.decode([(request, token, len(prompt) + step)])[0])
+        return torch.stack(rows)
+
+
+def _int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny matrices gain nothing from threads, and lose much where other processes want the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def packed(tiny_checkpoint) -> Callable[..., tuple[GlmConfig, GlmWeights]]:
+    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`."""
+
+    @cache
+    def load(*args, **options) -> tuple[GlmConfig, GlmWeights]:
+        directory = tiny_checkpoint(*args, **options)
+        config = from_dir(directory)
+        return config, pack(Checkpoint(directory), config)
+
+    return load
+
+
+@pytest.fixture
+def model(packed) -> Callable[..., Model]:
+    """A tiny model with an empty cache; arguments as for `tiny_checkpoint`, and pages."""
+    return lambda *args, pages=16, **options: Model(*packed(*args, **options), pages=pages)
+
+
+@pytest.fixture(scope="session")
+def prompt() -> torch.Tensor:
+    return torch.randint(0, 512, (PROMPT,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_checkpoint, prompt) -> Callable[..., tuple[list[int], torch.Tensor]]:
+    """transformers' greedy tokens and the logits row behind each; arguments as for `tiny_checkpoint`."""
+    transformers = pytest.importorskip("transformers", minversion="5.7.0")
+
+    @cache
+    def run(*args, **options) -> tuple[list[int], torch.Tensor]:
+        directory: Path = tiny_checkpoint(*args, **options)
+        hf = transformers.GlmMoeDsaForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        return _greedy(hf, prompt[None], STEPS)
+
+    return run
+
+
+@torch.no_grad()
+def _greedy(hf, prompt: torch.Tensor, steps: int) -> tuple[list[int], torch.Tensor]:
+    out = hf(input_ids=prompt, use_cache=True)
+    # The cache argument's name depends on the version.
+    key = "past_key_values" if getattr(out, "past_key_values", None) is not None else "cache"
+    rows = [out.logits[0, -1].float()]
+    for _ in range(steps - 1):
+        out = hf(input_ids=rows[-1].argmax()[None, None], use_cache=True, **{key: out[key]})
+        rows.append(out.logits[0, -1].float())
+    return [int(row.argmax()) for row in rows], torch.stack(rows)
