@@ -76,38 +76,41 @@ def assembly(unit: Unit, target: str) -> str:
 
 
 def _cached_or_made(unit: Unit, target: str, compiler: Compiler, progress: Progress | None) -> Artifact:
-    source = source_key(unit, target, recipes.flags(target, compiler.style))
-    key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
-    entry = store.root() / target / f"{unit.name}-{key}"
-    artifact = _artifact(entry, unit, target, cached=True)
-    if artifact is None:
+    for _ in range(3):
+        source = source_key(unit, target, recipes.flags(target, compiler.style))
+        key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
+        entry = store.root() / target / f"{unit.name}-{key}"
+        artifact = _artifact(entry, unit, target, cached=True)
+        if artifact is not None:
+            return artifact
         with store.lock(key):
             artifact = _artifact(entry, unit, target, cached=True)  # another process may have built it meanwhile
             if artifact is None:
                 if progress:
                     progress(f"compiling {unit.name} for {target} with {compiler}")
-                _make(unit, target, compiler, entry, source)
+                if not _make(unit, target, compiler, entry, source):
+                    continue
                 artifact = _artifact(entry, unit, target, cached=False)
-    if artifact is None:
-        raise ToolchainError(
-            f"{entry} was damaged as soon as it was written: is the disk full, or is someone clearing it?"
-        )
-    return artifact
+        if artifact is None:
+            raise ToolchainError(f"{entry} was damaged as it was written: is the disk full, or is someone clearing it?")
+        return artifact
+    raise ToolchainError(f"The sources of {unit.name} keep changing while they are compiled: try again when they rest.")
 
 
-def _make(unit: Unit, target: str, compiler: Compiler, entry: Path, source: str) -> None:
-    """Builds in a folder of its own and moves it to its place when it is complete."""
+def _make(unit: Unit, target: str, compiler: Compiler, entry: Path, source: str) -> bool:
+    """Builds in a folder of its own and moves it to its place when complete. False if the sources changed meanwhile."""
     store.discard(entry)
     with store.workspace() as folder:
         made = folder / "made"
         made.mkdir()
         start = time.perf_counter()
         _run_steps(unit, target, compiler, made)
+        seconds = round(time.perf_counter() - start, 3)
         if source_key(unit, target, recipes.flags(target, compiler.style)) != source:
-            raise ToolchainError(f"The sources of {unit.name} changed while they were compiled: try again.")
-        facts = {"source": source, "compiler": str(compiler), "seconds": round(time.perf_counter() - start, 3)}
-        store.seal(made, facts)
+            return False
+        store.seal(made, {"source": source, "compiler": str(compiler), "seconds": seconds})
         store.put(made, entry)
+    return True
 
 
 def _run_steps(unit: Unit, target: str, compiler: Compiler, folder: Path) -> None:
@@ -119,16 +122,27 @@ def _run_steps(unit: Unit, target: str, compiler: Compiler, folder: Path) -> Non
     log = ""
     for step in recipes.steps(unit, target, compiler):
         try:
-            done = subprocess.run(step, cwd=folder, capture_output=True, text=True, errors="replace")
+            done = subprocess.run(
+                step, cwd=folder, capture_output=True, text=True, errors="replace", env=_environment()
+            )
         except OSError as error:
             raise ToolchainError(f"{step[0]} could not be run: {error}.") from error
         output = done.stdout + done.stderr
         log += f"$ {shlex.join(step)}\n{output}\n"
         if done.returncode:
             raise _refused(unit, target, compiler, log, output or f"exit code {done.returncode}, without a word")
+    made = f"{unit.name}.{recipes.EXTENSION[family(target)]}"
+    if not (folder / made).is_file():
+        raise _refused(unit, target, compiler, log, f"it ended without an error but made no {made}")
     for item in folder.glob("*.o"):
         item.unlink()
     (folder / LOG).write_text(log)
+
+
+def _environment() -> dict[str, str]:
+    """Without what adds flags behind the cache's back."""
+    hidden = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CCC_OVERRIDE_OPTIONS", "CPATH", "CPLUS_INCLUDE_PATH")
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 def _refused(unit: Unit, target: str, compiler: Compiler, log: str, output: str) -> ToolchainError:
@@ -176,7 +190,7 @@ def _export(artifact: Artifact, unit: Unit, output_dir: Path) -> Artifact:
     if manifest is None:
         raise ToolchainError(f"{source} was damaged or removed while it was being copied: try again.")
     paths = [p for p in (artifact.assembly_path, artifact.path) if p is not None]
-    facts = {**manifest, "files": {p.name: manifest["files"][p.name] for p in paths}}
+    facts = {**manifest, "log": artifact.log, "files": {p.name: manifest["files"][p.name] for p in paths}}
     try:
         place.mkdir(parents=True, exist_ok=True)
         for path in paths:

@@ -20,7 +20,7 @@ AMD_TARGETS = ("gfx942", "gfx950")
 INSTALL = {
     "host": "Install a C++ compiler (g++ or clang++), or `pip install ziglang`, or set ROCMEGA_HOSTCXX to a compiler.",
     "amd": "Install ROCm (hipcc), or `pip install ziglang` (its clang is enough), or set ROCMEGA_AMDCLANG to a clang++ "
-    "18 or newer that knows amdgcn and has ld.lld beside it.",
+    "that knows the target and has ld.lld beside it.",
     "nvidia": "Install the CUDA toolkit (nvcc 12 or newer), or set ROCMEGA_NVCC to its nvcc.",
 }
 
@@ -60,143 +60,154 @@ def family(target: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _first_line(command: tuple[str, ...], marker: str, stamp: float) -> str | None:
-    """The line of its output that has the marker; None if the program does not work. stamp: its age, for the cache."""
+def _output(command: tuple[str, ...], stamp: float) -> str | None:
+    """What a program prints; None if it does not work. stamp: the age of the program, for the cache."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return None
-    lines = [line.strip() for line in done.stdout.splitlines() if marker in line]
-    return lines[0] if done.returncode == 0 and lines else None
+    return done.stdout + done.stderr if done.returncode == 0 else None
 
 
-def _version(command: tuple[str, ...], marker: str = "") -> str | None:
-    path = shutil.which(command[0])
-    if path is None:
-        return None
-    return _first_line((path, *command[1:]), marker, Path(path).stat().st_mtime)
+def _run(command: tuple[str, ...]) -> str | None:
+    return _output(command, Path(command[0]).stat().st_mtime)
+
+
+def _line(command: tuple[str, ...], marker: str = "") -> str | None:
+    """The first line of a program's output that has the marker."""
+    lines = [line.strip() for line in (_run(command) or "").splitlines() if line.strip() and marker in line]
+    return lines[0] if lines else None
+
+
+def _which(program: str) -> str | None:
+    """The absolute path: compilers run in a folder of their own."""
+    found = shutil.which(program)
+    return os.path.abspath(found) if found else None  # noqa: PTH100 - a link is not followed: clang finds its files by it
 
 
 def zig() -> str | None:
     """The zig program inside the ziglang package, if that is installed."""
     spec = importlib.util.find_spec("ziglang")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    for folder in spec.submodule_search_locations:
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         for name in ("zig", "zig.exe"):
             if (Path(folder) / name).is_file():
                 return str(Path(folder) / name)
     return None
 
 
+def _zig_compiler(target: str) -> Compiler | str:
+    path = zig()
+    if path is None:
+        return "the Python package ziglang: not installed"
+    clang, number = _line((path, "clang", "--version"), "clang version"), _line((path, "version"))
+    if clang is None or number is None:
+        return f"the Python package ziglang: {path} does not run"
+    command = (path, "cc") if target == "host" else (path, "clang")
+    if target != "host" and not _knows(command, target):
+        return f"the Python package ziglang {number}: its clang does not know {target}"
+    return Compiler("zig", command, (path, "ld.lld"), f"{clang}, ziglang {number}", "ziglang")
+
+
 def rocm_folders() -> list[Path]:
-    """Where ROCm may be installed, most specific first."""
+    """Where ROCm may be installed, most specific first; ROCm from wheels last."""
     given = [os.environ[name] for name in ("ROCM_PATH", "HIP_PATH", "ROCM_HOME") if os.environ.get(name)]
-    return [Path(p) for p in dict.fromkeys([*given, "/opt/rocm"])]
+    folders = [Path(p) for p in dict.fromkeys([*given, "/opt/rocm"])]
+    for package in ("_rocm_sdk_core", "_rocm_sdk_devel"):
+        spec = importlib.util.find_spec(package)
+        folders += [Path(f) for f in (spec.submodule_search_locations or ())] if spec else []
+    return folders
 
 
 def _lld_beside(clang: str) -> str | None:
     """The linker that belongs to a clang: beside it, or of the same suffix (ld.lld-18) on the PATH."""
-    found = shutil.which(clang)
-    if found is None:
-        return None
-    suffix = Path(found).name.partition("clang++")[2]
-    for folder in (Path(found).resolve().parent, Path(found).parent):
+    suffix = Path(clang).name.partition("clang++")[2]
+    for folder in (Path(clang).resolve().parent, Path(clang).parent):
         for name in (f"ld.lld{suffix}", "ld.lld", "lld"):
             if (folder / name).is_file():
                 return str(folder / name)
-    return shutil.which(f"ld.lld{suffix}") or shutil.which("ld.lld")
+    return _which(f"ld.lld{suffix}") or _which("ld.lld")
 
 
-def _clang_for_amd(clang: str, origin: str) -> Compiler | str:
-    version = _version((clang, "--version"), "clang version")
-    if version is None:
-        return f"{clang} ({origin}): not found, or does not run"
-    linker = _lld_beside(clang)
+def _knows(command: tuple[str, ...], target: str) -> bool:
+    """Whether a clang compiles for an AMD target: old ones lack it, and many come without AMD's back end."""
+    names = _run((*command, "--target=amdgcn-amd-amdhsa", "--print-supported-cpus"))
+    return names is not None and target in names.split()
+
+
+def _clang_for_amd(program: str, origin: str, target: str) -> Compiler | str:
+    path = _which(program)
+    version = _line((path, "--version"), "clang version") if path else None
+    if path is None or version is None:
+        return f"{program} ({origin}): not found, or does not run"
+    if not _knows((path,), target):
+        return f"{program} ({origin}): {version} does not know {target}"
+    linker = _lld_beside(path)
     if linker is None:
-        return f"{clang} ({origin}): no ld.lld beside it or on the PATH"
-    return Compiler("clang", (clang,), (linker,), version, origin)
+        return f"{program} ({origin}): no ld.lld beside it or on the PATH"
+    return Compiler("clang", (path,), (linker,), version, origin)
 
 
-def _zig_compiler(for_host: bool) -> Compiler | str:
-    path = zig()
-    if path is None:
-        return "the Python package ziglang: not installed"
-    clang = _version((path, "clang", "--version"), "clang version")
-    number = _version((path, "version"))
-    if clang is None or number is None:
-        return f"the Python package ziglang: {path} does not run"
-    command = (path, "cc") if for_host else (path, "clang")
-    return Compiler("zig", command, (path, "ld.lld"), f"{clang}, ziglang {number}", "ziglang")
-
-
-def _amd_candidates() -> Iterator[Compiler | str]:
+def _amd_candidates(target: str) -> Iterator[Compiler | str]:
     given = os.environ.get("ROCMEGA_AMDCLANG")
     if given:
-        yield _zig_compiler(False) if given == "zig" else _clang_for_amd(given, "ROCMEGA_AMDCLANG")
+        yield _zig_compiler(target) if given == "zig" else _clang_for_amd(given, "ROCMEGA_AMDCLANG", target)
         return
     for folder in rocm_folders():
-        for relative in ("llvm/bin/amdclang++", "lib/llvm/bin/clang++", "llvm/bin/clang++"):
-            if (folder / relative).is_file():
-                yield _clang_for_amd(str(folder / relative), "ROCm")
-                break
-        else:
-            yield f"{folder}/llvm/bin/amdclang++: not there"
-    on_path = shutil.which("amdclang++")
-    yield _clang_for_amd(on_path, "PATH") if on_path else "amdclang++ on the PATH: not found"
-    yield _from_hipcc()
-    yield _zig_compiler(False)
+        yield _clang_in(folder, "ROCm", target)
+    yield _clang_for_amd("amdclang++", "PATH", target)
+    hipcc = shutil.which("hipcc")  # only calls a clang, and its own folder tells where that is
+    yield _clang_in(Path(hipcc).resolve().parent.parent, "hipcc", target) if hipcc else "hipcc (PATH): not found"
+    yield _zig_compiler(target)
 
 
-def _from_hipcc() -> Compiler | str:
-    """What hipcc wraps: it only calls a clang, and its own folder tells where that is."""
-    hipcc = shutil.which("hipcc")
-    if hipcc is None:
-        return "hipcc on the PATH: not found"
-    root = Path(hipcc).resolve().parent.parent
-    for relative in ("llvm/bin/clang++", "lib/llvm/bin/clang++", "bin/clang++"):
-        if (root / relative).is_file():
-            return _clang_for_amd(str(root / relative), "hipcc")
-    return f"{hipcc}: no clang++ in {root}/llvm/bin or {root}/lib/llvm/bin"
+def _clang_in(folder: Path, origin: str, target: str) -> Compiler | str:
+    for relative in ("llvm/bin/amdclang++", "lib/llvm/bin/clang++", "llvm/bin/clang++"):
+        if (folder / relative).is_file():
+            return _clang_for_amd(str(folder / relative), origin, target)
+    return f"{folder}/llvm/bin/amdclang++ ({origin}): not there"
 
 
-def _nvidia_candidates() -> Iterator[Compiler | str]:
+def _nvidia_candidates(target: str) -> Iterator[Compiler | str]:
     given = os.environ.get("ROCMEGA_NVCC")
     folders = [os.environ[n] for n in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(n)] + ["/usr/local/cuda"]
-    paths = [given] if given else ["nvcc", *(f"{folder}/bin/nvcc" for folder in folders)]
-    for path in paths:
-        version = _version((path, "--version"), "release")
-        if version is None:
-            yield f"{path}{' (ROCMEGA_NVCC)' if given else ''}: not found, or does not run"
+    origin = "ROCMEGA_NVCC" if given else "CUDA toolkit"
+    for program in [given] if given else ["nvcc", *(f"{folder}/bin/nvcc" for folder in folders)]:
+        path = _which(program)
+        version = _line((path, "--version"), "release") if path else None
+        if path is None or version is None:
+            yield f"{program} ({origin}): not found, or does not run"
+        elif target not in (_run((path, "--list-gpu-code")) or "").split():
+            yield f"{program} ({origin}): {version} does not know {target}"
         else:
-            yield Compiler("nvcc", (path,), (), f"nvcc, {version}", "ROCMEGA_NVCC" if given else "CUDA toolkit")
+            yield Compiler("nvcc", (path,), (), f"nvcc, {version}", origin)
 
 
-def _host_candidates() -> Iterator[Compiler | str]:
+def _host_candidates(target: str) -> Iterator[Compiler | str]:
     given = os.environ.get("ROCMEGA_HOSTCXX")
     if given == "zig":
-        yield _zig_compiler(True)
+        yield _zig_compiler(target)
         return
     named = [(given, "ROCMEGA_HOSTCXX")] if given else [(os.environ.get("CXX", ""), "CXX")]
     if not given:
         named += [(name, "PATH") for name in ("c++", "g++", "clang++")]
     for text, origin in named:
-        command = tuple(shlex.split(text))
-        if not command:
+        if not text.strip():
             continue
-        version = _version((*command, "--version"))
-        if version is None:
+        program, *options = shlex.split(text)
+        path = _which(program)
+        version = _line((path, *options, "--version")) if path else None
+        if path is None or version is None:
             yield f"{text} ({origin}): not found, or does not run"
         else:
-            yield Compiler("clang" if "clang" in version else "gcc", command, (), version, origin)
+            yield Compiler("clang" if "clang" in version else "gcc", (path, *options), (), version, origin)
     if not given:
-        yield _zig_compiler(True)
+        yield _zig_compiler(target)
 
 
 def search(target: str) -> Search:
     """Looks for a compiler for the target and says where it looked. Never raises but for an unknown target."""
     kind = family(target)
-    candidates = {"host": _host_candidates, "amd": _amd_candidates, "nvidia": _nvidia_candidates}[kind]()
+    candidates = {"host": _host_candidates, "amd": _amd_candidates, "nvidia": _nvidia_candidates}[kind](target)
     tried: list[str] = []
     for candidate in candidates:
         if isinstance(candidate, Compiler):

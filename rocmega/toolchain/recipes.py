@@ -16,17 +16,20 @@ COMMON = ("-std=c++17", "-O3", "-ffp-contract=off")
 
 
 @functools.cache
-def host_arch_flag(style: str) -> str | None:
-    """-march for x86-64-v3 where the processor has it: without it each fused multiply-add is a call into libm."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return None
+def host_flags(style: str) -> tuple[str, ...]:
+    """For the processors of the last ten years: without these each fused multiply-add is a call into the C library."""
+    if platform.machine() in ("aarch64", "arm64"):
+        # Zig links without the library that holds the out-of-line atomics.
+        return ("-mno-outline-atomics",) if style == "zig" else ()
     try:
         words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return None
+        return ()
     if not {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"} <= words:
-        return None
-    return "-mcpu=x86_64_v3" if style == "zig" else "-march=x86-64-v3"
+        return ("-mcpu=x86_64",) if style == "zig" else ()
+    if style == "zig":
+        return ("-mcpu=x86_64_v3",)
+    return ("-mavx2", "-mfma", "-mbmi", "-mbmi2", "-mf16c", "-mlzcnt", "-mmovbe")  # known before -march=x86-64-v3 was
 
 
 def flags(target: str, style: str) -> list[str]:
@@ -37,12 +40,8 @@ def flags(target: str, style: str) -> list[str]:
                 "-nogpulib", "-nogpuinc", "-fuse-cuid=none"]  # fmt: skip
     if kind == "nvidia":
         return ["-std=c++17", f"-arch={target}", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin", "-x", "cu"]
-    march = host_arch_flag(style)
-    extra = ["-fno-sanitize=all"] if style == "zig" else []
-    if platform.machine() in ("aarch64", "arm64") and style != "zig":
-        extra.append("-mno-outline-atomics")
-    return [*COMMON, "-Wall", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
-            *([march] if march else []), *extra]  # fmt: skip
+    return [*COMMON, "-Wall", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", *host_flags(style),
+            *(["-fno-sanitize=all"] if style == "zig" else [])]  # fmt: skip
 
 
 def steps(unit: Unit, target: str, compiler: Compiler) -> list[list[str]]:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def workspace() -> Iterator[Path]:
     place = root() / "tmp"
     try:
         place.mkdir(parents=True, exist_ok=True)
+        _sweep(place)
         folder = Path(tempfile.mkdtemp(dir=place))
     except OSError as error:
         raise ToolchainError(
@@ -95,6 +97,14 @@ def workspace() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    """Removes what killed processes left behind, a day later."""
+    for old in place.iterdir():
+        with contextlib.suppress(OSError):
+            if old.stat().st_mtime < time.time() - 86400:
+                shutil.rmtree(old)
 
 
 @contextlib.contextmanager

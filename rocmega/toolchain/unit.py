@@ -83,7 +83,7 @@ def source_key(unit: Unit, target: str, flags: Sequence[str]) -> str:
         digest.update(content)
 
     label = next(f"{n}/{source.relative_to(r)}" for n, r in roots.items() if source.is_relative_to(r))
-    add("recipe", json.dumps([3, unit.name, label, target, list(flags), unit.define_flags()]).encode())
+    add("recipe", json.dumps([4, unit.name, label, target, list(flags), unit.define_flags()]).encode())
     for name, text in sorted(unit.headers.items()):
         add(f"generated/{name}", text.encode())
     for name, root in roots.items():
