@@ -54,8 +54,8 @@ def diagnostics(text: str, lines: int = 12) -> str:
 def compile(unit: Unit, target: str, *, output_dir: Path | None = None, progress: Progress | None = None) -> Artifact:
     """Compiles the unit for a target (`host`, `gfx942`, `gfx950`, `sm_90`), or finds it compiled already.
 
-    output_dir: also leave the files there, as `<output_dir>/<target>/<name>.*`; a process that has this folder in
-    ROCMEGA_PREBUILT (a list like PATH) uses them as long as the sources are the same, and needs no compiler.
+    output_dir: also leave the files there, as `<output_dir>/<target>/<name>-<hash of the sources>.*`; a process that has this
+    folder in ROCMEGA_PREBUILT (a list like PATH) uses them, if its sources are the same, and needs no compiler.
     progress: called with a line of text before long work.
     Raises ToolchainError if there is no compiler or it refuses the source.
     """
@@ -171,31 +171,38 @@ def _prebuilt(unit: Unit, target: str) -> Artifact | None:
     folders = [Path(f) for f in os.environ.get("ROCMEGA_PREBUILT", "").split(os.pathsep) if f]
     if not folders:
         return None
-    keys = {source_key(unit, target, recipes.flags(target, style)) for style in recipes.STYLES[family(target)]}
-    for place in (folder / target for folder in folders):
-        manifest = store.read(place, f"{unit.name}.json")
-        if manifest is not None and manifest.get("source") in keys:
-            path = place / f"{unit.name}.{recipes.EXTENSION[family(target)]}"
+    kind = family(target)
+    stems = [_stem(unit, source_key(unit, target, recipes.flags(target, s))) for s in recipes.STYLES[kind]]
+    for place, stem in ((folder / target, stem) for folder in folders for stem in stems):
+        manifest = store.read(place, f"{stem}.json")
+        if manifest is not None:
+            path = place / f"{stem}.{recipes.EXTENSION[kind]}"
             return Artifact(path, target, manifest["compiler"], manifest["seconds"], True, manifest["log"])
     return None
 
 
+def _stem(unit: Unit, source: str) -> str:
+    """The name of an exported file: units of one name but other sources, of another model say, stay apart."""
+    return f"{unit.name}-{source[:16]}"
+
+
 def _export(artifact: Artifact, unit: Unit, output_dir: Path) -> Artifact:
     """Copies the files out of the cache, the manifest last; each appears complete or not at all."""
-    place = output_dir / artifact.target
-    source = artifact.path.parent
+    place, source = output_dir / artifact.target, artifact.path.parent
     if source.resolve() == place.resolve():
         return artifact
-    manifest = store.read(source) or store.read(source, f"{unit.name}.json")
+    manifest = store.read(source) or store.read(source, f"{artifact.path.stem}.json")
     if manifest is None:
         raise ToolchainError(f"{source} was damaged or removed while it was being copied: try again.")
+    stem = _stem(unit, manifest["source"])
     paths = [p for p in (artifact.assembly_path, artifact.path) if p is not None]
-    facts = {**manifest, "log": artifact.log, "files": {p.name: manifest["files"][p.name] for p in paths}}
+    files = {f"{stem}{p.suffix}": manifest["files"][p.name] for p in paths}
     try:
         place.mkdir(parents=True, exist_ok=True)
         for path in paths:
-            store.write(place / path.name, path.read_bytes())
-        store.write(place / f"{unit.name}.json", json.dumps(facts, indent=1).encode())
+            store.write(place / f"{stem}{path.suffix}", path.read_bytes())
+        facts = {**manifest, "log": artifact.log, "files": files}
+        store.write(place / f"{stem}.json", json.dumps(facts, indent=1).encode())
     except OSError as error:
         raise ToolchainError(f"The compiled kernel could not be written to {place}: {error}.") from error
-    return replace(artifact, path=place / artifact.path.name)
+    return replace(artifact, path=place / f"{stem}{artifact.path.suffix}")
