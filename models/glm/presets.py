@@ -215,7 +215,8 @@ def _fused(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _drawn(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    key = f"{name}#{seed}" if seed else name  # a seed of its own: torch's generator uses the low 32 bits only
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     values = torch.randn(shape, generator=generator)
     if name.endswith("e_score_correction_bias"):
         return values * 0.05
