@@ -21,7 +21,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except RocmegaError as error:
-            print(f"rocmega: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"rocmega: {error}", file=sys.stderr)
             raise typer.Exit(FAILED) from None
         except BrokenPipeError:
             sys.stderr.close()  # the reader of our output has gone: no second complaint at exit
