@@ -3,12 +3,13 @@
 #pragma once
 #include <stdint.h>
 
-extern "C" void fiber_switch(void** save, void* load);
+extern "C" __attribute__((visibility("hidden"))) void fiber_switch(void** save, void* load);
 
 #if defined(__x86_64__)
 asm(R"(
 .text
 .weak fiber_switch
+.hidden fiber_switch
 .type fiber_switch, @function
 fiber_switch:
   pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
@@ -23,6 +24,7 @@ constexpr int SAVED_WORDS = 6, RETURN_WORD = 6, FRAME_WORDS = 8;  // 8: the stac
 asm(R"(
 .text
 .weak fiber_switch
+.hidden fiber_switch
 .type fiber_switch, %function
 fiber_switch:
   sub sp, sp, #160

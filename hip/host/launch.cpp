@@ -43,6 +43,7 @@ void make_fibers() {
   waves = (Wave*)allocate(n_waves * sizeof(Wave));
   fibers = (Fiber*)allocate(n_fibers * sizeof(Fiber));
   stacks = (char*)map(n_fibers * STACK);
+  madvise(stacks, n_fibers * STACK, MADV_HUGEPAGE);
   products = mma_allocate(n_waves);
   for (int b = 0; b < n_blocks; ++b) blocks[b].lds = (uint32_t*)allocate(lds_size() * 4 + 4);
   made_blocks = n_blocks, made_fibers = wanted;
@@ -66,7 +67,8 @@ void start_fibers() {
     *(uint64_t*)stack_of(i) = CANARY;
     // Tops at different offsets: at equal ones all stacks would share a few sets of the processor's caches.
     void* sp = new_fiber_stack(stack_of(i) + STACK - i % 61 * 64);
-    fibers[i] = {sp, &waves[i / LANES], i % LANES, i % (int)launch.threads, {}, nullptr, 0, {}, 0};
+    Wave* w = &waves[i / LANES];
+    fibers[i] = {sp, w, w->block->lds, i % LANES, i % (int)launch.threads, {}, nullptr, 0, {}, 0};
   }
 }
 

@@ -51,9 +51,10 @@ struct Wave {
 struct Fiber {
   void* sp;
   Wave* wave;
+  uint32_t* lds;
   int lane, thread;
   Place place;
-  const void* polled;  // the last pair since the last pause; what was wanted and seen
+  const void* polled;  // the first pair since the last pause that had not come; what was wanted and seen
   uint32_t wanted, seen[2];
   uint64_t paused_at;  // `changes` then
 };
@@ -133,8 +134,11 @@ inline void poll(const void* p, void* pair, uint32_t wanted) {
   else
     memcpy(pair, data_of(p), 8);
   if (++polls_in_turn > 1u << 24) spins_without_pause();
-  self->polled = p, self->wanted = wanted;
-  memcpy(self->seen, pair, 8);
+  // A thread that asks for several words sleeps on the first that it does not have.
+  if (!self->polled && (int)(((uint32_t*)pair)[1] - wanted) < 0) {
+    self->polled = p, self->wanted = wanted;
+    memcpy(self->seen, pair, 8);
+  }
 }
 bool claim(uint32_t* p);
 void drain();
@@ -147,28 +151,22 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess);
 HOST_COLD void lds_outside(const char* name, uint32_t index, uint32_t size);
 uint32_t lds_reserve(uint32_t words);
 
-template <class T> class Lds {
+template <class T, uint32_t SIZE> class Lds {
   static_assert(sizeof(T) == 4, "LDS is kept in words");
   const char* name;
-  uint32_t base, size;
+  uint32_t base;
 
-  uint32_t& word(uint32_t index, LdsAccess access) const {
-    if (__builtin_expect(index >= size, 0)) lds_outside(name, index, size);
-    if (checking) lds_check(name, base + index, index, access);
-    return self->wave->block->lds[base + index];
+  T* word(uint32_t index, LdsAccess access, uint32_t count = 1) const {
+    if (__builtin_expect(index >= SIZE || count > SIZE - index, 0)) lds_outside(name, index, SIZE);
+    if (checking)
+      for (uint32_t i = index; i < index + count; ++i) lds_check(name, base + i, i, access);
+    return (T*)(self->lds + base + index);
   }
   struct Word {
     const Lds& lds;
     uint32_t index;
-    operator T() const {
-      T v;
-      memcpy(&v, &lds.word(index, LDS_READ), 4);
-      return v;
-    }
-    T operator=(T v) const {
-      memcpy(&lds.word(index, LDS_WRITE), &v, 4);
-      return v;
-    }
+    operator T() const { return *lds.word(index, LDS_READ); }
+    T operator=(T v) const { return *lds.word(index, LDS_WRITE) = v; }
     T operator=(const Word& other) const { return *this = T(other); }
     T operator+=(T v) const { return *this = T(*this) + v; }
     T operator-=(T v) const { return *this = T(*this) - v; }
@@ -177,12 +175,12 @@ template <class T> class Lds {
   };
 
  public:
-  Lds(const char* name, uint32_t words) : name(name), base(lds_reserve(words)), size(words) {}
+  explicit Lds(const char* name) : name(name), base(lds_reserve(SIZE)) {}
   Word operator[](uint32_t index) const { return {*this, index}; }
-  T& atomic(uint32_t index) const { return (T&)word(index, LDS_ATOMIC); }
+  T& atomic(uint32_t index) const { return *word(index, LDS_ATOMIC); }
   void read4(uint32_t index, uint32_t* out) const {
-    if (index % 4 || index + 4 > size) lds_outside(name, index, size);
-    for (uint32_t i = 0; i < 4; ++i) out[i] = word(index + i, LDS_READ);
+    if (index % 4) lds_outside(name, index, SIZE);
+    memcpy(out, word(index, LDS_READ, 4), 16);
   }
 };
 

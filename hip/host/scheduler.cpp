@@ -150,24 +150,29 @@ void nobody_can_go_on() {
   give_up();
 }
 
-Fiber* next() {
-  for (;;) {
-    if (lanes_of_turn) {
-      uint64_t turned = lanes_of_turn >> rotation | lanes_of_turn << (LANES - rotation) % LANES;
-      int lane = (__builtin_ctzll(turned) + rotation) % LANES;
-      lanes_of_turn &= ~(1ull << lane);
-      return &fibers[wave_of_turn * LANES + lane];
-    }
-    if (!alive) return &launcher;
+// The next lane of this turn. While it runs, the stack of the one that is probably next comes into the cache.
+Fiber* next_lane() {
+  uint64_t turned = lanes_of_turn >> rotation | lanes_of_turn << (LANES - rotation) % LANES;
+  int lane = (__builtin_ctzll(turned) + rotation) % LANES;
+  lanes_of_turn &= ~(1ull << lane);
+  Fiber* of_wave = fibers + wave_of_turn * LANES;
+  const char* sp = (const char*)of_wave[(lane + 1) % LANES].sp;
+  for (int i = 0; i < 6; ++i) __builtin_prefetch(sp + 64 * i);
+  return of_wave + lane;
+}
+
+__attribute__((noinline)) Fiber* next_turn() {
+  while (alive) {
     ++turns;
     if (checking) memory_tick();
     if (Wave* w = choose()) {
       wave_of_turn = w - waves, lanes_of_turn = w->ready;
       rotation = policy == ROUND_ROBIN || policy == CALM ? 0 : random(LANES);
-    } else if (!checking || !memory_settle()) {
-      nobody_can_go_on();
+      return next_lane();
     }
+    if (!checking || !memory_settle()) nobody_can_go_on();
   }
+  return &launcher;
 }
 
 void fiber_main() {
@@ -185,7 +190,7 @@ uint64_t random(uint64_t below) {
 
 void reschedule() {
   polls_in_turn = 0;
-  Fiber *from = self, *to = next();
+  Fiber *from = self, *to = lanes_of_turn ? next_lane() : next_turn();
   if (from == to) return;
   self = to, ++result.switches;
   fiber_switch(&from->sp, to->sp);

@@ -2,9 +2,12 @@
 #pragma once
 #include "host/runtime.h"
 
+// Everything but kernels is called directly, not by way of a table.
+#pragma GCC visibility push(hidden)
+
 #define DEVICE inline
 #define KERNEL extern "C" __attribute__((visibility("default")))
-#define SHARED(T, name, N) static host::Lds<T> name(#name, N)
+#define SHARED(T, name, N) static const host::Lds<T, (N)> name(#name)
 #define SHARED_LARGE(T, name, N) SHARED(T, name, N)
 
 constexpr int WIDTH = 64, WAVES = 4;
@@ -22,16 +25,16 @@ DEVICE void mark(u32 stage, u32 task, u32 epoch) { host::self->place = {stage, t
 
 // LDS
 DEVICE void block_barrier() { host::block_barrier(); }
-DEVICE u32 lds_add(host::Lds<u32>& array, int i, u32 v) {
+template <u32 N> DEVICE u32 lds_add(const host::Lds<u32, N>& array, int i, u32 v) {
   u32& word = array.atomic(i);
   return word += v, word - v;
 }
-DEVICE u32 lds_or(host::Lds<u32>& array, int i, u32 v) {
+template <u32 N> DEVICE u32 lds_or(const host::Lds<u32, N>& array, int i, u32 v) {
   u32 &word = array.atomic(i), old = word;
   word |= v;
   return old;
 }
-template <class T> DEVICE Vec4 lds_load4(host::Lds<T>& array, int i) {
+template <class T, u32 N> DEVICE Vec4 lds_load4(const host::Lds<T, N>& array, int i) {
   Vec4 v;
   array.read4(i, v.w);
   return v;
