@@ -18,7 +18,6 @@
 #include "platform/numeric.h"
 #include "platform/platform.h"
 
-enum class Wants { DATA, FLAG };
 enum class Stored { THROUGH, PLAIN };
 
 SHARED(u32, waves_ok, 2 * WAVES);
@@ -27,7 +26,8 @@ struct Step {
   const u32 rows, rank, poll_limit;
   u32* const error;  // [8] claimed, rank, block, stage, task, expected, seen
   u32 base = 0, stage = 0, task = 0, tag = 0;
-  mutable u32 turn = 0;  // of waves_ok
+  u32 turn = 0;                        // of waves_ok
+  u32 lost_wanted = 0, lost_seen = 0;  // of the wait that this thread gave up; equal: none
 
   DEVICE Step(u32 rows, u32 rank, u32 poll_limit, u32* error)
       : rows(rows), rank(rank), poll_limit(poll_limit), error(error) {}
@@ -44,30 +44,50 @@ struct Step {
     mark(stage, task, tag);
   }
 
-  // One thread waits for one word. False when this wait, or another one anywhere, was given up: then the block leaves the
-  // kernel (all_ok), and so, 64 polls later, does everybody else.
-  template <Wants W> DEVICE bool wait(const Pair* word, u32 wanted, Pair& got) const {
-    for (u32 polls = 0; polls < poll_limit; ++polls) {
-      got = load_pair(word, wanted);
-      if (W == Wants::FLAG ? (i32)(got.tag - wanted) >= 0 : got.tag == wanted) return true;
-      if (polls % 64 == 63 && load_device(error, ANY_EPOCH)) return false;
-      pause();
+  // One more poll? False when this wait, or another one anywhere, was given up: then the block leaves the kernel (all_ok), and
+  // so, 64 polls later, does everybody else.
+  DEVICE bool go_on(u32& polls, u32 wanted, u32 seen) {
+    if (++polls >= poll_limit) {
+      lost_wanted = wanted, lost_seen = seen;
+      return false;
     }
-    if (claim(error)) {
-      const u32 what[] = {rank, (u32)block_id(), stage, task, wanted, got.tag};
-      for (int i = 0; i < 6; ++i) store_device(error + 1 + i, what[i], 0u);
-    }
-    return false;
+    if (polls % 64 == 0 && load_device(error, ANY_EPOCH)) return false;
+    pause();
+    return true;
+  }
+  // At the end of the kernel, by every thread of a block that left it: the first one anywhere writes the error word.
+  DEVICE void report() const {
+    if (lost_wanted == lost_seen || !claim(error)) return;
+    const u32 what[] = {rank, (u32)block_id(), stage, task, lost_wanted, lost_seen};
+    for (int i = 0; i < 6; ++i) store_device(error + 1 + i, what[i], 0u);
   }
 
-  // Data already asked for with load_pair: there, or still to be waited for.
-  DEVICE bool settle(const Pair* word, u32 wanted, Pair& got) const {
-    return got.tag == wanted || wait<Wants::DATA>(word, wanted, got);
+  // One thread waits for N words, at(0) ... at(N - 1). All are asked for before the first is looked at: one round trip.
+  template <int N, class At> DEVICE bool collect(u32 wanted, At at, Pair (&got)[N]) {
+    for (u32 polls = 0;;) {
+      u32 seen = wanted;
+      UNROLL for (int i = 0; i < N; ++i) got[i] = load_pair(at(i), wanted);
+      UNROLL for (int i = 0; i < N; ++i) seen = got[i].tag == wanted ? seen : got[i].tag;
+      if (seen == wanted) return true;
+      if (!go_on(polls, wanted, seen)) return false;
+    }
+  }
+  // One thread waits until a word carries the tag or a later one.
+  DEVICE bool wait_flag(const Pair* flag, u32 wanted, Pair& got) {
+    for (u32 polls = 0;;) {
+      got = load_pair(flag, wanted);
+      if ((i32)(got.tag - wanted) >= 0) return true;
+      if (!go_on(polls, wanted, got.tag)) return false;
+    }
+  }
+  DEVICE bool wait_flag(const Pair* flag, u32 wanted) {
+    Pair got;
+    return wait_flag(flag, wanted, got);
   }
 
   // True if it is for every thread. Also a block barrier. Two turns of the array: whoever writes one again has passed the
   // barrier of the other, hence everybody has read.
-  DEVICE bool all_ok(bool mine) const {
+  DEVICE bool all_ok(bool mine) {
     u32 at = (turn++ & 1) * WAVES;
     bool wave = !wave_any(!mine);
     if (lane_id() == 0) waves_ok[at + wave_id()] = wave;
@@ -78,10 +98,9 @@ struct Step {
   }
 
   // The block waits for `count` flags, flag(0) ... flag(count - 1). Also a block barrier.
-  template <class Flag> DEVICE bool wait_flags(int count, u32 wanted, Flag flag) const {
+  template <class Flag> DEVICE bool wait_flags(int count, u32 wanted, Flag flag) {
     bool ok = true;
-    Pair got{};
-    for (int i = thread_id(); i < count && ok; i += THREADS) ok = wait<Wants::FLAG>(flag(i), wanted, got);
+    for (int i = thread_id(); i < count && ok; i += THREADS) ok = wait_flag(flag(i), wanted);
     return all_ok(ok);
   }
 

@@ -44,6 +44,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   static_assert(WIDTH_K % F::COLUMNS == 0 && LATENT % 16 == 0, "");
   // LDS: queries [16 heads][STRIDE16], later probabilities; entries [SPLIT][STRIDE16]; scores [K_PARTS][16 heads][SPLIT]
   static constexpr int ENTRIES16 = 16 * STRIDE16, SCORES = (16 + SPLIT) * STRIDE16 * 4, P_STRIDE16 = SPLIT / PER_16 + 1;
+  static constexpr int P_LOW16 = 16 * P_STRIDE16;
   static_assert(SCORES + K_PARTS * 16 * SPLIT <= LDS_WORDS, "attention does not fit in LDS");
 
   PairRows latent_query, query;
@@ -84,12 +85,11 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
     return left < SPLIT ? left : SPLIT;
   }
   // The step's own entry is the last position, so only the last split can have it.
-  DEVICE bool wait_for_entries(const Step& s, RowPart at, u32 tag) const {
+  DEVICE bool wait_for_entries(Step& s, RowPart at, u32 tag) const {
     bool ok = true;
-    Pair got;
     if (thread_id() == 0) {
-      if (selected.listed(at.row)) ok = s.wait<Wants::FLAG>(selection_flags + at.row, selection_tag, got);
-      if (at.part == selected.splits(at.row) - 1) ok = ok && s.wait<Wants::FLAG>(cache_flags + at.row, tag, got);
+      if (selected.listed(at.row)) ok = s.wait_flag(selection_flags + at.row, selection_tag);
+      if (at.part == selected.splits(at.row) - 1) ok = ok && s.wait_flag(cache_flags + at.row, tag);
     }
     return s.all_ok(ok);
   }
@@ -116,35 +116,27 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
     }
   }
   // 16 heads: [latent part | rotated part], heads beyond the last are zero.
-  DEVICE bool load_queries(const Step& s, int row, int group) const {
-    constexpr int WORDS = WIDTH_K / 2, TOTAL = 16 * WORDS, BATCH = 8;
+  DEVICE bool load_queries(Step& s, int row, int group) const {
+    constexpr int WORDS = WIDTH_K / 2, TOTAL = 16 * WORDS, BATCH = TOTAL / THREADS < 8 ? TOTAL / THREADS : 8;
     bool ok = true;
     for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
-      Two two[BATCH];
+      auto word = [&](int b) { return from + b * THREADS + thread_id(); };
+      auto at = [&](int i) {
+        int w = word(i / 2) < TOTAL ? word(i / 2) : 0, head = group + w / WORDS, k = w % WORDS * 2 + i % 2;
+        if (head >= HEADS) head = HEADS - 1;
+        return k < LATENT ? latent_query.at(row, head * LATENT + k) : query.at(row, head * (NOPE + ROPE) + NOPE + k - LATENT);
+      };
+      Pair got[2 * BATCH];
+      ok = ok && s.collect(query.tag, at, got);
       UNROLL for (int b = 0; b < BATCH; ++b) {
-        int i = from + b * THREADS + thread_id(), head = group + i / WORDS, k = i % WORDS * 2;
-        if (i < TOTAL && head < HEADS) two[b] = ask(row, head, k);
-      }
-      UNROLL for (int b = 0; b < BATCH; ++b) {
-        int i = from + b * THREADS + thread_id(), head = group + i / WORDS, k = i % WORDS * 2;
-        if (i >= TOTAL) continue;
-        f32 v[2] = {0, 0};
-        if (head < HEADS) {
-          bool latent = k < LATENT;
-          const PairRows& source = latent ? latent_query : query;
-          ok = ok && source.take(s, row, latent ? head * LATENT + k : head * (NOPE + ROPE) + NOPE + k - LATENT, two[b], v);
-        }
-        int word = i / WORDS * STRIDE16 * 4 + k * F::ACT_BYTES / 4;
-        if constexpr (F::ACT_BYTES == 4)
-          set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
-        else
-          lds[word] = pack_bf16(v[0], v[1]);
+        int w = word(b);
+        if (w >= TOTAL) continue;
+        bool real = group + w / WORDS < HEADS;
+        put_activations<F>(w / WORDS * STRIDE16 * 4 + w % WORDS * F::ACT_BYTES / 2,
+                           {real ? value_of(got[2 * b]) : 0, real ? value_of(got[2 * b + 1]) : 0});
       }
     }
     return s.all_ok(ok);
-  }
-  DEVICE Two ask(int row, int head, int k) const {
-    return k < LATENT ? latent_query.ask(row, head * LATENT + k) : query.ask(row, head * (NOPE + ROPE) + NOPE + k - LATENT);
   }
   // Entries are the A operand (16 a tile), heads the free axis; waves split tiles, then K.
   DEVICE void scores() const {
@@ -176,10 +168,13 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
     f32 p[2];
     for (int j = 0; j < 2; ++j) p[j] = 2 * pair + j < count ? exp_exact(score(head, 2 * pair + j) - most) : 0.f;
     int word = head * P_STRIDE16 * 4 + pair * F::ACT_BYTES / 2;
-    if constexpr (F::ACT_BYTES == 4)
+    if constexpr (F::ACT_BYTES == 4) {
       set_lds_value(word, p[0]), set_lds_value(word + 1, p[1]);
-    else
-      lds[word] = pack_bf16(p[0], p[1]);
+    } else {  // as the sum of two bf16, 2^-17 exact: one would make the result depend on the split's maximum
+      u32 high = pack_bf16(p[0], p[1]);
+      lds[word] = high;
+      lds[word + P_LOW16 * 4] = pack_bf16(p[0] - from_bf16(high & 0xffff), p[1] - from_bf16(high >> 16));
+    }
     if (pair == 0 && group + head < HEADS) {
       f32 sum = 0;
       for (int e = 0; e < count; ++e) sum += exp_exact(score(head, e) - most);
@@ -200,6 +195,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
           UNROLL for (int i = 0; i < 4; ++i)
             values.w[p][i] = channel(step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4, tile * 16 + frag_row(p));
         F::multiply(values, columns, step * F::COLUMNS / PER_16, acc);
+        if constexpr (F::ACT_BYTES == 2) F::multiply(values, columns, P_LOW16 + step * F::COLUMNS / PER_16, acc);
       }
       UNROLL for (int i = 0; i < ACCS; ++i)
         if (int head = group + acc_col(i); head < HEADS)

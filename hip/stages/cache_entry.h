@@ -39,15 +39,11 @@ template <int N> struct RowValues {
   f32 v[TURNS][2];
 
   DEVICE static int channel(int turn) { return 2 * (turn * THREADS + thread_id()); }
-  template <class Source> DEVICE bool take(const Step& s, const Source& from, int row) {
-    bool ok = true;
-    Two two[TURNS];
-    UNROLL for (int t = 0; t < TURNS; ++t)
-      if (channel(t) < N) two[t] = from.ask(row, channel(t));
-    UNROLL for (int t = 0; t < TURNS; ++t) {
-      v[t][0] = v[t][1] = 0;
-      if (channel(t) < N) ok = ok && from.take(s, row, channel(t), two[t], v[t]);
-    }
+  DEVICE bool take(Step& s, const PairRows& from, int row) {
+    Pair got[2 * TURNS];
+    auto k = [](int i) { return channel(i / 2) < N ? channel(i / 2) + i % 2 : 0; };
+    bool ok = from.take(s, row, k, got);
+    UNROLL for (int i = 0; i < 2 * TURNS; ++i) v[i / 2][i % 2] = value_of(got[i]);
     return ok;
   }
   template <class Term> DEVICE f32 sum(Term term) const {

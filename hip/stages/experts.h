@@ -89,28 +89,25 @@ template <class F, int WIDTH_E> struct ExpertsDown {
     }
   }
   // middle[row][all places][units begin ... end) to LDS.
-  DEVICE bool gather(const Step& s, int begin, int end) const {
-    constexpr int BATCH = 8;
+  DEVICE bool gather(Step& s, int begin, int end) const {
+    constexpr int BATCH = 4;
     int per_place = (end - begin) * F::UNIT / 2, total = (int)s.rows * PLACES * per_place;
     int stride16 = PLACES * (end - begin) * UNIT16 + 1;
     bool ok = true;
     for (int from = 0; from < total; from += THREADS * BATCH) {
-      Two two[BATCH];
+      Pair got[2 * BATCH];
+      auto at = [&](int i) {
+        int w = from + i / 2 * THREADS + thread_id(), k = begin * F::UNIT + w % per_place * 2 + i % 2;
+        w = w < total ? w / per_place : 0, k = k < WIDTH_E ? k : i % 2;
+        return middle.at(w / PLACES, w % PLACES * WIDTH_E + k);
+      };
+      ok = ok && s.collect(middle.tag, at, got);
       UNROLL for (int b = 0; b < BATCH; ++b) {
-        int i = from + b * THREADS + thread_id(), k = begin * F::UNIT + i % per_place * 2;
-        if (i < total && k < WIDTH_E) two[b] = middle.ask(i / per_place / PLACES, i / per_place % PLACES * WIDTH_E + k);
-      }
-      UNROLL for (int b = 0; b < BATCH; ++b) {
-        int i = from + b * THREADS + thread_id(), k = begin * F::UNIT + i % per_place * 2;
-        if (i >= total) continue;
-        int row = i / per_place / PLACES, place = i / per_place % PLACES;
-        f32 v[2] = {0, 0};
-        if (k < WIDTH_E) ok = ok && middle.take(s, row, place * WIDTH_E + k, two[b], v);
-        int word = (row * stride16 + place * (end - begin) * UNIT16) * 4 + i % per_place * F::ACT_BYTES / 2;
-        if constexpr (F::ACT_BYTES == 4)
-          set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
-        else
-          lds[word] = pack_bf16(v[0], v[1]);
+        int w = from + b * THREADS + thread_id(), k = begin * F::UNIT + w % per_place * 2;
+        if (w >= total) continue;
+        int row = w / per_place / PLACES, place = w / per_place % PLACES;
+        int word = (row * stride16 + place * (end - begin) * UNIT16) * 4 + w % per_place * F::ACT_BYTES / 2;
+        put_activations<F>(word, {k < WIDTH_E ? value_of(got[2 * b]) : 0, k < WIDTH_E ? value_of(got[2 * b + 1]) : 0});
       }
     }
     return s.all_ok(ok);

@@ -59,42 +59,34 @@ template <class F, int HEADS, int DIM> struct IndexScores {
   }
 
  private:
-  DEVICE bool gather(const Step& s, int row, bool newest, u32 tag) const {
-    constexpr int WORDS = HEADS * DIM / 2, BATCH = 8;
+  DEVICE bool gather(Step& s, int row, bool newest, u32 tag) const {
+    constexpr int WORDS = HEADS * DIM / 2, BATCH = WORDS / THREADS < 8 ? WORDS / THREADS : 8;
+    static_assert(WORDS % (THREADS * BATCH) == 0, "");
     bool ok = true;
     for (int from = 0; from < WORDS; from += THREADS * BATCH) {
-      Two two[BATCH];
+      auto k = [&](int i) { return 2 * (from + i / 2 * THREADS + thread_id()) + i % 2; };
+      Pair got[2 * BATCH];
+      ok = ok && query.take(s, row, k, got);
       UNROLL for (int b = 0; b < BATCH; ++b)
-        if (int i = from + b * THREADS + thread_id(); i < WORDS) two[b] = query.ask(row, 2 * i);
-      UNROLL for (int b = 0; b < BATCH; ++b)
-        if (int i = from + b * THREADS + thread_id(); i < WORDS) {
-          f32 v[2] = {0, 0};
-          ok = ok && query.take(s, row, 2 * i, two[b], v);
-          int head = i / (DIM / 2), word = head * STRIDE16 * 4 + i % (DIM / 2) * F::ACT_BYTES / 2;
-          if constexpr (F::ACT_BYTES == 4)
-            set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
-          else
-            lds[word] = pack_bf16(v[0], v[1]);
-        }
+        put_activations<F>(k(2 * b) / DIM * STRIDE16 * 4 + k(2 * b) % DIM * F::ACT_BYTES / 4,
+                           {value_of(got[2 * b]), value_of(got[2 * b + 1])});
     }
     if (thread_id() < HEADS) {
-      Pair w = load_pair(weights.at(row, thread_id()), weights.tag);
-      ok = ok && s.settle(weights.at(row, thread_id()), weights.tag, w);
-      set_lds_value(WEIGHTS + thread_id(), value_of(w));
+      Pair w[1];
+      ok = ok && weights.take(s, row, [](int) { return thread_id(); }, w);
+      set_lds_value(WEIGHTS + thread_id(), value_of(w[0]));
     }
-    Pair got;
-    if (newest && thread_id() == 0) ok = ok && s.wait<Wants::FLAG>(cache_flags + row, tag, got);
+    if (newest && thread_id() == 0) ok = ok && s.wait_flag(cache_flags + row, tag);
     return s.all_ok(ok);
   }
   DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {
-    using Word = Vec4;
     u64 first = pages.slot(at.row, at.part * PAGE + group * 16);
     Frag keys[STEPS];
     UNROLL for (int step = 0; step < STEPS; ++step)
       UNROLL for (int p = 0; p < PIECES; ++p) {
         u64 byte = ((first + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
         bool newest = (u32)(at.part * PAGE + group * 16 + frag_row(p)) == position;
-        Word w = load_plain((const Word*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
+        Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
         UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
       }
     for (int heads = 0; heads < HEADS; heads += 16) {

@@ -7,10 +7,6 @@
 #include "handoff/step.h"
 #include "tile/tile.h"
 
-struct Two {
-  Pair v[2];
-};
-
 // [rows][stride] tagged pairs.
 struct PairRows {
   static constexpr bool NORM = false;
@@ -18,11 +14,9 @@ struct PairRows {
   u32 stride, tag;
 
   DEVICE const Pair* at(int row, int k) const { return base + (u32)row * stride + k; }
-  DEVICE Two ask(int row, int k) const { return {{load_pair(at(row, k), tag), load_pair(at(row, k + 1), tag)}}; }
-  DEVICE bool take(const Step& s, int row, int k, Two& two, f32 (&v)[2]) const {
-    bool ok = s.settle(at(row, k), tag, two.v[0]) && s.settle(at(row, k + 1), tag, two.v[1]);
-    v[0] = value_of(two.v[0]), v[1] = value_of(two.v[1]);
-    return ok;
+  // N values of a row, at k(0) ... k(N - 1).
+  template <int N, class At> DEVICE bool take(Step& s, int row, At k, Pair (&got)[N]) const {
+    return s.collect(tag, [&](int i) { return at(row, k(i)); }, got);
   }
 };
 
@@ -34,20 +28,15 @@ template <class Table, int HIDDEN> struct Residual {
   const void* embedding;  // [vocabulary][HIDDEN]
   const u32* tokens;      // [rows]
 
-  DEVICE Two ask(int row, int k) const {
-    if (pairs.base) return pairs.ask(row, k);
-    u64 at = (u64)load_constant(tokens + row) * HIDDEN + k;
-    if constexpr (Table::ACT_BYTES == 4) {
-      const u32* from = (const u32*)embedding + at;
-      return {{{load_constant(from), pairs.tag}, {load_constant(from + 1), pairs.tag}}};
-    } else {
-      u32 both = load_constant((const u32*)embedding + at / 2);
-      return {{{both << 16, pairs.tag}, {both & 0xffff0000u, pairs.tag}}};
+  template <int N, class At> DEVICE bool take(Step& s, int row, At k, Pair (&got)[N]) const {
+    if (pairs.base) return pairs.take(s, row, k, got);
+    u64 from = (u64)load_constant(tokens + row) * HIDDEN;
+    UNROLL for (int i = 0; i < N; ++i) {
+      if constexpr (Table::ACT_BYTES == 4)
+        got[i].payload = load_constant((const u32*)embedding + from + k(i));
+      else
+        got[i].payload = (load_constant((const u32*)embedding + (from + k(i)) / 2) >> k(i) % 2 * 16) << 16;
     }
-  }
-  DEVICE bool take(const Step& s, int row, int k, Two& two, f32 (&v)[2]) const {
-    if (pairs.base) return pairs.take(s, row, k, two, v);
-    v[0] = value_of(two.v[0]), v[1] = value_of(two.v[1]);
     return true;
   }
 };
@@ -60,8 +49,9 @@ template <class Inner> struct Normed {
   Inner inner;
   const f32* weight;  // [K]
 
-  DEVICE Two ask(int row, int k) const { return inner.ask(row, k); }
-  DEVICE bool take(const Step& s, int row, int k, Two& two, f32 (&v)[2]) const { return inner.take(s, row, k, two, v); }
+  template <int N, class At> DEVICE bool take(Step& s, int row, At k, Pair (&got)[N]) const {
+    return inner.take(s, row, k, got);
+  }
 };
 DEVICE f32 inverse_rms(int row, int k, f32 eps) {
   f32 sum = 0;
@@ -76,12 +66,12 @@ template <class F, int K, int GRAIN, class Source> struct Input {
   static constexpr int TURNS = (PADDED / 2 + PER_ROW - 1) / PER_ROW, BATCH = TURNS < 8 ? TURNS : 8;
   static_assert(ROWS * (GRAIN * F::ACT_BYTES / 16 + 1) <= ACT_WORDS / 4, "a chunk of all rows has to fit in LDS");
 
-  const Step& s;
+  Step& s;
   Source source;
   int chunk, stride16;  // k of a chunk; 16-byte units from row to row
   int have = -1;        // the chunk in LDS
 
-  DEVICE Input(const Step& s, const Source& source) : s(s), source(source) {
+  DEVICE Input(Step& s, const Source& source) : s(s), source(source) {
     int fit = (ACT_WORDS / 4 / (int)s.rows - 1) * PER_16 / GRAIN * GRAIN;
     chunk = fit >= PADDED ? PADDED : fit;
     stride16 = chunk / PER_16 + 1;  // one more: rows would begin at the same bank
@@ -121,21 +111,19 @@ template <class F, int K, int GRAIN, class Source> struct Input {
     for (int row = thread_id() / PER_ROW; row < (int)s.rows; row += THREADS / PER_ROW) {
       f32 sum = 0;
       for (int from = begin / 2; from < end / 2; from += PER_ROW * BATCH) {
-        Two two[BATCH];
+        // Beyond the end: the last pair again, which costs less than asking each time whether there is one.
+        auto k_of = [&](int b) { return 2 * (from + b * PER_ROW + lane); };
+        auto inside = [&](int k) { return k < K ? k : K - 2; };
+        Pair got[2 * BATCH];
+        ok = ok && source.take(s, row, [&](int i) { return inside(k_of(i / 2)) + i % 2; }, got);
         UNROLL for (int b = 0; b < BATCH; ++b) {
-          int k = 2 * (from + b * PER_ROW + lane);
-          if (k < end && k < K) two[b] = source.ask(row, k);
-        }
-        UNROLL for (int b = 0; b < BATCH; ++b) {
-          int k = 2 * (from + b * PER_ROW + lane);
-          f32 v[2] = {0, 0};
-          if (k < end && k < K) {
-            ok = ok && source.take(s, row, k, two[b], v);
-            if constexpr (SQUARES) sum = __builtin_fmaf(v[0], v[0], sum), sum = __builtin_fmaf(v[1], v[1], sum);
-            if constexpr (Source::NORM) v[0] *= load_constant(source.weight + k), v[1] *= load_constant(source.weight + k + 1);
-          }
-          if constexpr (STORE)
-            if (k < end) put_in_lds(row, k - begin, v);
+          int k = k_of(b);
+          if (k >= end) continue;
+          f32 v[2] = {k < K ? value_of(got[2 * b]) : 0, k < K ? value_of(got[2 * b + 1]) : 0};
+          if constexpr (SQUARES) sum = __builtin_fmaf(v[0], v[0], sum), sum = __builtin_fmaf(v[1], v[1], sum);
+          if constexpr (Source::NORM)
+            v[0] *= load_constant(source.weight + inside(k)), v[1] *= load_constant(source.weight + inside(k) + 1);
+          if constexpr (STORE) put_in_lds(row, k - begin, v);
         }
       }
       if constexpr (SQUARES) {
@@ -146,10 +134,6 @@ template <class F, int K, int GRAIN, class Source> struct Input {
     return ok;
   }
   DEVICE void put_in_lds(int row, int k, const f32 (&v)[2]) const {
-    int word = row * stride16 * 4 + k * F::ACT_BYTES / 4;
-    if constexpr (F::ACT_BYTES == 4)
-      set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
-    else
-      lds[word] = pack_bf16(v[0], v[1]);
+    put_activations<F>(row * stride16 * 4 + k * F::ACT_BYTES / 4, v);
   }
 };

@@ -42,7 +42,7 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
 }
 
 // The chunk grain of an input for linear maps of this shape.
-template <class F, int K, int MATRICES = 1, class Source> DEVICE auto input_for(const Step& s, const Source& source) {
+template <class F, int K, int MATRICES = 1, class Source> DEVICE auto input_for(Step& s, const Source& source) {
   return Input<F, K, Slice<F, K, F::AHEAD / MATRICES>::GRAIN, Source>(s, source);
 }
 

@@ -29,7 +29,7 @@ struct Route {
   DEVICE Route(const PairRows& logits, const f32* bias, f32 scale) : logits(logits), bias(bias), scale(scale) {}
 
   // Number of active experts (0: overtaken), or -1 when a wait was given up. Uniform over the block; ends with a barrier.
-  DEVICE int decide(const Step& s) {
+  DEVICE int decide(Step& s) {
     if (done) return route_count[0];
     for (int i = thread_id(); i < EXPERTS * 2; i += THREADS) route_place[i] = 0u;
     block_barrier();
@@ -45,21 +45,20 @@ struct Route {
  private:
   static constexpr int MINE = (EXPERTS + WIDTH - 1) / WIDTH;  // experts a lane: lane, lane + WIDTH, ...
 
-  DEVICE bool choose(const Step& s, int row, bool& overtaken) const {
+  DEVICE bool choose(Step& s, int row, bool& overtaken) const {
     f32 score[MINE];
     u64 key[MINE];
     bool ok = true;
     Pair got[MINE];
-    UNROLL for (int i = 0; i < MINE; ++i)
-      if (int e = i * WIDTH + lane_id(); e < EXPERTS) got[i] = load_pair(logits.at(row, e), logits.tag);
+    auto expert_of = [](int i) { return i * WIDTH + lane_id() < EXPERTS ? i * WIDTH + lane_id() : EXPERTS - 1; };
+    UNROLL for (int i = 0; i < MINE; ++i) got[i] = load_pair(logits.at(row, expert_of(i)), logits.tag);
     UNROLL for (int i = 0; i < MINE; ++i) {
-      int e = i * WIDTH + lane_id();
-      key[i] = 0, score[i] = 0;
-      if (e >= EXPERTS) continue;
-      if ((i32)(got[i].tag - logits.tag) < 0) ok = ok && s.wait<Wants::FLAG>(logits.at(row, e), logits.tag, got[i]);
+      int e = expert_of(i);
+      if ((i32)(got[i].tag - logits.tag) < 0) ok = ok && s.wait_flag(logits.at(row, e), logits.tag, got[i]);
       overtaken |= got[i].tag != logits.tag;
       score[i] = sigmoid(value_of(got[i]));
-      key[i] = (u64)order_key(score[i] + load_constant(bias + e)) << 32 | (0xffffffffu - e);
+      bool mine = i * WIDTH + lane_id() < EXPERTS;
+      key[i] = mine ? (u64)order_key(score[i] + load_constant(bias + e)) << 32 | (0xffffffffu - e) : 0;
     }
     f32 sum = 0, chosen = 0;  // the lane's own choice: lane k keeps the k-th
     u32 expert = 0;

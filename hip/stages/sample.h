@@ -45,9 +45,9 @@ DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, u32* tok
     bool ok = true;
     for (int block = thread_id() % 16; block < (int)n_blocks() && row < (int)s.rows; block += 16) {
       const Pair* from = best + ((u64)block * ROWS + row) * 2;
-      Pair value = load_pair(from, tag), token = load_pair(from + 1, tag);
-      ok = ok && s.settle(from, tag, value) && s.settle(from + 1, tag, token);
-      mine.offer(value_of(value), token.payload);
+      Pair got[2];
+      ok = ok && s.collect(tag, [&](int i) { return from + i; }, got);
+      mine.offer(value_of(got[0]), got[1].payload);
     }
     if (!s.all_ok(ok)) return false;
     mine = best_of_row<16>(s, mine);

@@ -20,6 +20,14 @@ SHARED_LARGE(u32, lds, LDS_WORDS);
 DEVICE f32 lds_value(int word) { return bits<f32>((u32)lds[word]); }
 DEVICE void set_lds_value(int word, f32 v) { lds[word] = bits<u32>(v); }
 
+// Two neighbouring activations.
+template <class F> DEVICE void put_activations(int word, const f32 (&v)[2]) {
+  if constexpr (F::ACT_BYTES == 4)
+    set_lds_value(word, v[0]), set_lds_value(word + 1, v[1]);
+  else
+    lds[word] = pack_bf16(v[0], v[1]);
+}
+
 // 16 bytes of activations a lane and piece: at[piece] counts 16-byte units of LDS, -1 gives zeros.
 DEVICE Frag act_frag(const int (&at)[PIECES], int offset) {
   Frag f;
@@ -130,13 +138,14 @@ template <class F> struct Unit {
 template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
   static constexpr int UNITS = padded<F>(K) / F::UNIT, TURNS = (UNITS + WAVES - 1) / WAVES;
   static constexpr int AHEAD = TURNS < AT_MOST ? TURNS : AT_MOST;
+  static constexpr bool EVEN = UNITS % WAVES == 0;  // every wave has a unit in every turn
   static constexpr int GRAIN = F::UNIT * WAVES * AHEAD;  // activations may come in chunks that are multiples of this
   TileRow<F> row;
   Unit<F> ring[AHEAD];
 
   DEVICE void load(int slot, int turn) {
     int unit = turn * WAVES + wave_id();
-    if (unit < UNITS) ring[slot].load(row, unit);
+    if (EVEN ? turn < TURNS : unit < UNITS) ring[slot].load(row, unit);
   }
   DEVICE void open(const TileRow<F>& from) {  // issues the first loads; nothing waits for them here
     row = from;
@@ -148,7 +157,7 @@ template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
     for (int turn = first; turn < last; turn += AHEAD)
       UNROLL for (int i = 0; i < AHEAD; ++i) {
         int unit = (turn + i) * WAVES + wave_id();
-        if (turn + i < last && unit < UNITS) {
+        if (turn + i < last && (EVEN || unit < UNITS)) {
           ring[i].multiply(at, (unit * F::UNIT - begin) * F::ACT_BYTES / 16, acc);
           load(i, turn + i + AHEAD);
         }

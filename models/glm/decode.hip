@@ -86,12 +86,10 @@ struct Decode {
   }
   // x(version + 1) = x(version) + v, for two channels.
   DEVICE void add_to_x(u32 version, int row, int channel, const f32 (&v)[2]) {
-    X from = x(version);
-    Two two = from.ask(row, channel);
-    f32 old[2];
-    from.take(s, row, channel, two, old);  // has been there since this stage's inputs were: they derive from it
+    Pair old[2];  // there since this stage's inputs are: they derive from it
+    x(version).take(s, row, [&](int i) { return channel + i; }, old);
     Pair* to = slot(a->x, version + 1, HIDDEN) + row * HIDDEN + channel;
-    for (int j = 0; j < 2; ++j) put(to + j, old[j] + v[j], tag(version + 1));
+    for (int j = 0; j < 2; ++j) put(to + j, value_of(old[j]) + v[j], tag(version + 1));
   }
 
   // A tile of one of several matrices that share a stage, and where its outputs go.
@@ -356,5 +354,7 @@ struct Decode {
 
 KERNEL void glm_decode(const DecodeArgs* args) {
   Const<DecodeArgs> a = as_const(args);
-  if (a->version == DESCRIPTOR_VERSION) Decode(a).run();
+  if (a->version != DESCRIPTOR_VERSION) return;
+  Decode step(a);
+  if (!step.run()) step.s.report();
 }
