@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# Allocate, or move a value to Python: no kernel.
-_FREE = ("empty", "new_empty", "detach", "lift_fresh", "_local_scalar_dense", "is_same_size", "sym_")
+# Allocate, rename memory, or move a value to Python: no kernel.
+_FREE = ("_unsafe_view", "empty", "new_empty", "detach", "lift_fresh", "_local_scalar_dense", "is_same_size", "sym_")
 
 
 def count(work: Callable[[], Any], device: Any) -> tuple[int, str]:

@@ -1,10 +1,15 @@
 """What all tests share."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+# The models are tiny and pytest runs several processes: more threads would only wait for each other. Before torch is
+# imported, and for child processes too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 

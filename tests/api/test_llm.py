@@ -14,7 +14,7 @@ GREEDY = SamplingParams(max_tokens=6)
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    with LLM(tiny(), path="standard", max_rows=4, max_model_len=128) as made:
+    with LLM(tiny, path="standard", max_rows=4, max_model_len=128) as made:
         yield made
 
 
@@ -107,7 +107,7 @@ def test_the_observer_sees_the_logits_behind_each_token(llm):
 
 
 def test_metrics_count_what_ran(tiny):
-    with LLM(tiny(), path="standard", max_rows=2, max_model_len=64) as llm:
+    with LLM(tiny, path="standard", max_rows=2, max_model_len=64) as llm:
         assert llm.metrics()["mega_coverage"] is None
         llm.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=5))
         metrics = llm.metrics()
@@ -199,7 +199,7 @@ def test_greedy_may_be_said_in_two_ways():
 )
 def test_impossible_settings_are_refused(tiny, fields, message):
     with pytest.raises(RocmegaError, match=message):
-        LLM(tiny(), **{"path": "standard", **fields})
+        LLM(tiny, **{"path": "standard", **fields})
 
 
 def test_faults_of_a_checkpoint_keep_their_names(tiny_copy):
