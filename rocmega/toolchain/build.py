@@ -16,7 +16,7 @@ from pathlib import Path
 from rocmega.errors import ToolchainError
 from rocmega.toolchain import recipes, store
 from rocmega.toolchain.compilers import Compiler, family, find
-from rocmega.toolchain.unit import Unit, source_key
+from rocmega.toolchain.unit import Snapshot, Unit
 
 Progress = Callable[[str], None]
 LOG = "log.txt"
@@ -54,8 +54,8 @@ def diagnostics(text: str, lines: int = 12) -> str:
 def compile(unit: Unit, target: str, *, output_dir: Path | None = None, progress: Progress | None = None) -> Artifact:
     """Compiles the unit for a target (`host`, `gfx942`, `gfx950`, `sm_90`), or finds it compiled already.
 
-    output_dir: also leave the files there, as `<output_dir>/<target>/<name>-<hash of the sources>.*`; a process that has this
-    folder in ROCMEGA_PREBUILT (a list like PATH) uses them, if its sources are the same, and needs no compiler.
+    output_dir: also leave the files there, as `<output_dir>/<target>/<name>-<hash of the sources>.*`. A process that
+    has this folder in ROCMEGA_PREBUILT (a list like PATH) uses them if its sources are the same, and needs no compiler.
     progress: called with a line of text before long work.
     Raises ToolchainError if there is no compiler or it refuses the source.
     """
@@ -76,67 +76,61 @@ def assembly(unit: Unit, target: str) -> str:
 
 
 def _cached_or_made(unit: Unit, target: str, compiler: Compiler, progress: Progress | None) -> Artifact:
-    for _ in range(3):
-        source = source_key(unit, target, recipes.flags(target, compiler.style))
-        key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
-        entry = store.root() / target / f"{unit.name}-{key}"
-        artifact = _artifact(entry, unit, target, cached=True)
-        if artifact is not None:
-            return artifact
+    snapshot = Snapshot.take(unit)
+    source = snapshot.key(target, recipes.flags(target, compiler.style))
+    key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
+    entry = store.root() / target / f"{unit.name}-{key}"
+    artifact = _artifact(entry, unit, target, cached=True)
+    if artifact is None:
         with store.lock(key):
             artifact = _artifact(entry, unit, target, cached=True)  # another process may have built it meanwhile
             if artifact is None:
                 if progress:
                     progress(f"compiling {unit.name} for {target} with {compiler}")
-                if not _make(unit, target, compiler, entry, source):
-                    continue
+                _make(snapshot, target, compiler, entry, source)
                 artifact = _artifact(entry, unit, target, cached=False)
-        if artifact is None:
-            raise ToolchainError(f"{entry} was damaged as it was written: is the disk full, or is someone clearing it?")
-        return artifact
-    raise ToolchainError(f"The sources of {unit.name} keep changing while they are compiled: try again when they rest.")
+    if artifact is None:
+        raise ToolchainError(f"{entry} was damaged as it was written: is the disk full, or is someone clearing it?")
+    return artifact
 
 
-def _make(unit: Unit, target: str, compiler: Compiler, entry: Path, source: str) -> bool:
-    """Builds in a folder of its own and moves it to its place when complete. False if the sources changed meanwhile."""
+def _make(snapshot: Snapshot, target: str, compiler: Compiler, entry: Path, source: str) -> None:
+    """Builds in a folder of its own and moves the results to their place when they are complete."""
     store.discard(entry)
     with store.workspace() as folder:
+        snapshot.write(folder)
+        start = time.perf_counter()
+        log = _run_steps(snapshot, target, compiler, folder)
+        seconds = round(time.perf_counter() - start, 3)
         made = folder / "made"
         made.mkdir()
-        start = time.perf_counter()
-        _run_steps(unit, target, compiler, made)
-        seconds = round(time.perf_counter() - start, 3)
-        if source_key(unit, target, recipes.flags(target, compiler.style)) != source:
-            return False
+        for path in folder.glob(f"{snapshot.unit.name}.*"):
+            if path.suffix != ".o":
+                path.rename(made / path.name)
+        (made / LOG).write_text(log)
         store.seal(made, {"source": source, "compiler": str(compiler), "seconds": seconds})
         store.put(made, entry)
-    return True
 
 
-def _run_steps(unit: Unit, target: str, compiler: Compiler, folder: Path) -> None:
-    """Leaves the artifact, the assembly, the log and the generated headers in the folder."""
-    for name, text in unit.headers.items():
-        path = folder / "include" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+def _run_steps(snapshot: Snapshot, target: str, compiler: Compiler, folder: Path) -> str:
+    """Leaves the artifact, and the assembly, in the folder; returns the log."""
     log = ""
-    for step in recipes.steps(unit, target, compiler):
+    for step in recipes.steps(snapshot, target, compiler):
         try:
             done = subprocess.run(
                 step, cwd=folder, capture_output=True, text=True, errors="replace", env=_environment()
             )
         except OSError as error:
             raise ToolchainError(f"{step[0]} could not be run: {error}.") from error
-        output = done.stdout + done.stderr
+        output = snapshot.real_paths(done.stdout + done.stderr)
         log += f"$ {shlex.join(step)}\n{output}\n"
         if done.returncode:
-            raise _refused(unit, target, compiler, log, output or f"exit code {done.returncode}, without a word")
-    made = f"{unit.name}.{recipes.EXTENSION[family(target)]}"
+            reason = output.strip() or f"exit code {done.returncode}, without a word"
+            raise _refused(snapshot.unit, target, compiler, log, reason)
+    made = f"{snapshot.unit.name}.{recipes.EXTENSION[family(target)]}"
     if not (folder / made).is_file():
-        raise _refused(unit, target, compiler, log, f"it ended without an error but made no {made}")
-    for item in folder.glob("*.o"):
-        item.unlink()
-    (folder / LOG).write_text(log)
+        raise _refused(snapshot.unit, target, compiler, log, f"it ended without an error but made no {made}")
+    return log
 
 
 def _environment() -> dict[str, str]:
@@ -172,7 +166,8 @@ def _prebuilt(unit: Unit, target: str) -> Artifact | None:
     if not folders:
         return None
     kind = family(target)
-    stems = [_stem(unit, source_key(unit, target, recipes.flags(target, s))) for s in recipes.STYLES[kind]]
+    snapshot = Snapshot.take(unit)
+    stems = [_stem(unit, snapshot.key(target, recipes.flags(target, style))) for style in recipes.STYLES[kind]]
     for place, stem in ((folder / target, stem) for folder in folders for stem in stems):
         manifest = store.read(place, f"{stem}.json")
         if manifest is not None:

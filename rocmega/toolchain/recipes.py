@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 from pathlib import Path
 
 from rocmega.toolchain.compilers import Compiler, family
-from rocmega.toolchain.unit import Unit, hip_dir, models_dir
+from rocmega.toolchain.unit import Snapshot
 
 EXTENSION = {"host": "so", "amd": "hsaco", "nvidia": "cubin"}
 STYLES = {"host": ("gcc", "clang", "zig"), "amd": ("clang",), "nvidia": ("nvcc",)}  # whose flags differ
+INCLUDES = ("-Iinclude", "-Isrc/hip", "-Isrc/models")
 # Host results must equal the GPU's in every bit, so nothing may fuse a multiply and an add on its own.
 COMMON = ("-std=c++17", "-O3", "-ffp-contract=off")
 
@@ -44,15 +46,14 @@ def flags(target: str, style: str) -> list[str]:
             *(["-fno-sanitize=all"] if style == "zig" else [])]  # fmt: skip
 
 
-def steps(unit: Unit, target: str, compiler: Compiler) -> list[list[str]]:
-    """The commands, run in a folder that holds `include/` with the generated headers; they leave `<name>.<extension>`.
+def steps(snapshot: Snapshot, target: str, compiler: Compiler) -> list[list[str]]:
+    """The commands, run in a folder that holds `src/` and `include/`; they leave `<name>.<extension>`.
 
-    Paths to what is made are relative, so that the result does not depend on where it was built.
+    All paths are relative, so that the result does not depend on where it was built.
     """
-    kind = family(target)
-    includes = ["-Iinclude", f"-I{hip_dir()}", f"-I{models_dir()}"]
-    compile_ = [*compiler.command, *flags(target, compiler.style), *includes, *unit.define_flags()]
-    source, out = str(Path(unit.source).resolve()), f"{unit.name}.{EXTENSION[kind]}"
+    kind, unit = family(target), snapshot.unit
+    compile_ = [*compiler.command, *flags(target, compiler.style), *INCLUDES, *unit.define_flags()]
+    source, out = f"src/{snapshot.source}", f"{unit.name}.{EXTENSION[kind]}"
     if kind == "amd":
         # Through assembly text: it is what the inspection reads, and it is assembled unchanged.
         text, item = f"{unit.name}.s", f"{unit.name}.o"
@@ -65,7 +66,7 @@ def steps(unit: Unit, target: str, compiler: Compiler) -> list[list[str]]:
         ]
     if kind == "nvidia":
         return [[*compile_, source, "-o", out]]
-    runtime = [str(p) for p in sorted((hip_dir() / "host").glob("*.cpp"))]
+    runtime = sorted(f"src/{name}" for name in snapshot.files if re.fullmatch(r"hip/host/[^/]+\.cpp", name))
     if compiler.style == "zig" and platform.system() == "Linux":
         # `zig cc -shared` would first build its runtime library for ten seconds; nothing of it is needed.
         sources = [source, *runtime]

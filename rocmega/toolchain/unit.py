@@ -1,9 +1,10 @@
-"""What is compiled: a source with its generated headers and defines, and the hash of all that can change the result."""
+"""What is compiled: a source with its generated headers and defines, and all the files that it can include."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from rocmega.errors import ToolchainError
 
 SUFFIXES = (".h", ".hpp", ".hip", ".cpp", ".c", ".cu", ".cuh", ".inc", ".S")
 MAX_FILES = 2000
+RECIPE = 5  # counts up when the steps change in a way that the flags do not show
 
 
 def package() -> Path:
@@ -68,25 +70,55 @@ def _files(folder: Path) -> Iterator[Path]:
         yield path
 
 
-def source_key(unit: Unit, target: str, flags: Sequence[str]) -> str:
-    """Hash of everything but the compiler: all files the unit can include, generated headers, defines, flags."""
-    source = Path(unit.source).resolve()
-    if not source.is_file():
-        raise ToolchainError(f"The kernel source {unit.source} of unit {unit.name} does not exist.")
-    roots = {"hip": hip_dir(), "models": models_dir()}
-    if not source.is_relative_to(roots["hip"]) and not source.is_relative_to(roots["models"]):
-        roots["unit"] = source.parent
-    digest = hashlib.sha256()
+@dataclass(frozen=True)
+class Snapshot:
+    """The sources of a unit as they were when they were read, once: the hash and the compiler see the same bytes.
 
-    def add(name: str, content: bytes) -> None:
-        digest.update(f"{len(name)}:{name}:{len(content)}:".encode())
-        digest.update(content)
+    files: `hip/...`, `models/...` or `unit/...` -> content; source: the unit's own among them; roots: where those
+    folders really are.
+    """
 
-    label = next(f"{n}/{source.relative_to(r)}" for n, r in roots.items() if source.is_relative_to(r))
-    add("recipe", json.dumps([4, unit.name, label, target, list(flags), unit.define_flags()]).encode())
-    for name, text in sorted(unit.headers.items()):
-        add(f"generated/{name}", text.encode())
-    for name, root in roots.items():
-        for path in sorted(_files(root)):
-            add(f"{name}/{path.relative_to(root)}", path.read_bytes())
-    return digest.hexdigest()
+    unit: Unit
+    source: str
+    files: Mapping[str, bytes]
+    roots: Mapping[str, Path]
+
+    @classmethod
+    def take(cls, unit: Unit) -> Snapshot:
+        """Reads hip/, models/ and the unit's own folder. Raises ToolchainError if the source does not exist."""
+        source = Path(unit.source).resolve()
+        if not source.is_file():
+            raise ToolchainError(f"The kernel source {unit.source} of unit {unit.name} does not exist.")
+        roots = {"hip": hip_dir(), "models": models_dir()}
+        if not any(source.is_relative_to(root) for root in roots.values()):
+            roots["unit"] = source.parent
+        try:
+            files = {f"{n}/{p.relative_to(r)}": p.read_bytes() for n, r in roots.items() for p in sorted(_files(r))}
+        except OSError as error:
+            raise ToolchainError(f"The sources of unit {unit.name} cannot be read: {error}.") from error
+        label = next(f"{n}/{source.relative_to(r)}" for n, r in roots.items() if source.is_relative_to(r))
+        return cls(unit, label, files, roots)
+
+    def key(self, target: str, flags: Sequence[str]) -> str:
+        """Hash of everything but the compiler: files, generated headers, defines, flags."""
+        unit, digest = self.unit, hashlib.sha256()
+        recipe = json.dumps([RECIPE, unit.name, self.source, target, list(flags), unit.define_flags()])
+        generated = {f"generated/{name}": text.encode() for name, text in unit.headers.items()}
+        for name, content in sorted({"recipe": recipe.encode(), **generated, **self.files}.items()):
+            digest.update(f"{len(name)}:{name}:{len(content)}:".encode())
+            digest.update(content)
+        return digest.hexdigest()
+
+    def write(self, folder: Path) -> None:
+        """Puts the files into src/ and the generated headers into include/."""
+        generated = {f"include/{name}": text.encode() for name, text in self.unit.headers.items()}
+        for name, content in {**{f"src/{n}": c for n, c in self.files.items()}, **generated}.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def real_paths(self, text: str) -> str:
+        """A compiler's output with the places where a person finds the files."""
+        return re.sub(
+            r"\bsrc/(hip|models|unit)/", lambda m: f"{self.roots[m[1]]}/" if m[1] in self.roots else m[0], text
+        )
