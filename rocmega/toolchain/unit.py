@@ -122,3 +122,8 @@ class Snapshot:
         return re.sub(
             r"\bsrc/(hip|models|unit)/", lambda m: f"{self.roots[m[1]]}/" if m[1] in self.roots else m[0], text
         )
+
+
+def source_key(unit: Unit, target: str, flags: Sequence[str]) -> str:
+    """The hash of a unit's sources as they are now; see Snapshot.key."""
+    return Snapshot.take(unit).key(target, flags)
