@@ -79,13 +79,16 @@ template <class T> DEVICE T copy_of(Const<T> p) {  // of a whole struct: classes
   return v;
 }
 
-template <class T> DEVICE T load_constant(const T* p) { return __builtin_bit_cast(T, *(const GLOBAL Raw<T>*)p); }
+// Address space 4: where all lanes want the same, it is a scalar load.
+template <class T> DEVICE T load_constant(const T* p) {
+  return __builtin_bit_cast(T, *(const __attribute__((address_space(4))) Raw<T>*)p);
+}
 DEVICE Vec4 load_weights(const void* p) {
   return __builtin_bit_cast(Vec4, __builtin_nontemporal_load((const GLOBAL Word4*)p));
 }
 
 template <class T> DEVICE void store_plain(T* p, T v, u32) { *(GLOBAL Raw<T>*)p = __builtin_bit_cast(Raw<T>, v); }
-template <class T> DEVICE T load_plain(const T* p, u32) { return load_constant(p); }
+template <class T> DEVICE T load_plain(const T* p, u32) { return __builtin_bit_cast(T, *(const GLOBAL Raw<T>*)p); }
 
 // 16 bytes go as two 8-byte atomics: nothing wider has a scope here, except buffer accesses, which need a base that is
 // the same for all lanes.
@@ -143,6 +146,35 @@ DEVICE void release_system() {
 DEVICE void acquire_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 DEVICE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
 
+DEVICE int lowest_bit(u64 v) { return __builtin_ctzll(v); }
+
+// Conversions in hardware, exact as their counterparts in numeric.h.
+typedef float Float2 __attribute__((ext_vector_type(2)));
+typedef __bf16 Bf16x2 __attribute__((ext_vector_type(2)));
+#define NATIVE_FP8
+#if defined(__gfx950__)
+#define NATIVE_PACK_BF16
+DEVICE u32 native_pack_bf16(float low, float high) {
+  return __builtin_bit_cast(u32, Bf16x2{(__bf16)low, (__bf16)high});
+}
+DEVICE void native_fp8_to_bf16(u32 four, u32& low, u32& high) {
+  low = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, 1.f, false));
+  high = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, 1.f, true));
+}
+#else
+// The instruction takes FNUZ: half the value, and OCP's -0 is its NaN, so that becomes 0 first. OCP's NaN (0x7f, 0xff) comes
+// out as 480 of its sign: whoever packs weights refuses them.
+DEVICE void native_fp8_to_bf16(u32 four, u32& low, u32& high) {
+  u32 off = four ^ 0x80808080u;  // a byte of 0 is -0
+  u32 rest = ((off & 0x7f7f7f7fu) + 0x7f7f7f7fu) | off | 0x7f7f7f7fu;
+  four &= rest;  // bit 7 of rest: the byte of off is not 0
+  Float2 a = __builtin_amdgcn_cvt_pk_f32_fp8(four, false), b = __builtin_amdgcn_cvt_pk_f32_fp8(four, true);
+  a += a, b += b;
+  low = __builtin_amdgcn_perm(__builtin_bit_cast(u32, a.y), __builtin_bit_cast(u32, a.x), 0x07060302u);
+  high = __builtin_amdgcn_perm(__builtin_bit_cast(u32, b.y), __builtin_bit_cast(u32, b.x), 0x07060302u);
+}
+#endif
+
 // Tiles: a lane holds 16 bytes of one row.
 #if defined(__gfx950__)
 #define FP8_FNUZ 0
@@ -180,4 +212,33 @@ DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {  // instruction i 
   struct Parts { long h[2]; } x = __builtin_bit_cast(Parts, a), y = __builtin_bit_cast(Parts, b);
   UNROLL for (int i = 0; i < 2; ++i) c = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(x.h[i], y.h[i], c, 0, 0, 0);
   acc = __builtin_bit_cast(Acc, c);
+}
+
+// 16 bytes of OCP e4m3 as bf16, exactly.
+typedef __bf16 Bf16x2 __attribute__((ext_vector_type(2)));
+DEVICE void fp8_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
+#if defined(__gfx950__)
+  UNROLL for (int i = 0; i < 4; ++i) {
+    to[2 * i] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(from[i], 1.f, false));
+    to[2 * i + 1] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(from[i], 1.f, true));
+  }
+#else  // its converter is FNUZ. Exponent and mantissa to their places in bf16, then times 2^120, subnormals too
+  typedef short Short2 __attribute__((ext_vector_type(2)));
+  typedef float Float2 __attribute__((ext_vector_type(2)));
+  u32 nan = 0;  // bit 7 of a byte: somewhere there is one
+  UNROLL for (int i = 0; i < 8; ++i) {
+    u32 spread = __builtin_amdgcn_perm(0, from[i / 2], i % 2 ? 0x030c020c : 0x010c000c);  // each byte above a zero
+    u32 placed = __builtin_bit_cast(u32, __builtin_bit_cast(Short2, spread) >> (Short2)4) & 0x87f087f0;
+    Float2 two = __builtin_bit_cast(Float2, (u64)(placed & 0xffff0000) << 32 | placed << 16) * 0x1p120f;
+    struct Words { u32 low, high; } words = __builtin_bit_cast(Words, two);
+    to[i] = __builtin_amdgcn_perm(words.high, words.low, 0x07060302);
+    if (i % 2) nan |= (from[i / 2] & 0x7f7f7f7f) + 0x01010101;
+  }
+  if (nan & 0x80808080)
+    UNROLL for (int i = 0; i < 8; ++i) {
+      u32 spread = __builtin_amdgcn_perm(0, from[i / 2], i % 2 ? 0x0c030c02 : 0x0c010c00);
+      u32 is_nan = ((spread & 0x007f007f) + 0x00010001) & 0x00800080;
+      to[i] |= (is_nan << 8) - (is_nan >> 1);  // 0x7fc0
+    }
+#endif
 }

@@ -21,6 +21,7 @@ DEVICE int lane_id() { return host::self->lane; }
 DEVICE int xcc_id() { return host::self->wave->block->xcd; }
 DEVICE u64 clock_ticks() { return host::turns; }
 DEVICE void pause() { host::pause(); }
+DEVICE int lowest_bit(u64 v) { return __builtin_ctzll(v); }
 DEVICE void mark(u32 stage, u32 task, u32 epoch) { host::self->place = {stage, task, epoch}; }
 
 // LDS
@@ -143,4 +144,28 @@ DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
 }
 DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {
   host::mma(FP8_FNUZ ? host::MMA_FP8_FNUZ : host::MMA_FP8_OCP, a.w[0], b.w[0], acc.v);
+}
+
+// OCP e4m3 as bf16, exactly.
+struct Fp8Table {
+  u16 bf16[256];
+  constexpr Fp8Table() : bf16{} {
+    for (u32 b = 0; b < 256; ++b) {
+      u32 exponent = b >> 3 & 15, mantissa = b & 7;
+      if (exponent) {
+        exponent += 120;
+      } else if (mantissa) {
+        for (exponent = 121; mantissa < 8; mantissa *= 2) --exponent;
+        mantissa &= 7;
+      }
+      bf16[b] = (b & 0x80) << 8 | ((b & 0x7f) == 0x7f ? 0x7fc0 : exponent << 7 | mantissa << 4);
+    }
+  }
+};
+static constexpr Fp8Table FP8_TABLE;
+DEVICE void fp8_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
+  for (int i = 0; i < 8; ++i) {
+    u32 two = from[i / 2] >> i % 2 * 16;
+    to[i] = FP8_TABLE.bf16[two & 255] | FP8_TABLE.bf16[two >> 8 & 255] << 16;
+  }
 }

@@ -15,7 +15,13 @@ DEVICE u32 to_bf16(f32 f) {
   return f == f ? (u + 0x7fff + (u >> 16 & 1)) >> 16 : u >> 16 | 0x40;
 }
 DEVICE f32 from_bf16(u32 h) { return bits<f32>(h << 16); }
-DEVICE u32 pack_bf16(f32 low, f32 high) { return to_bf16(low) | to_bf16(high) << 16; }
+DEVICE u32 pack_bf16(f32 low, f32 high) {
+#if defined(NATIVE_PACK_BF16)
+  return native_pack_bf16(low, high);
+#else
+  return to_bf16(low) | to_bf16(high) << 16;
+#endif
+}
 
 // By our own polynomials: the hardware's differ in the last bits, so no target could be compared with another. Results
 // below 2^-126 are 0, those from 2^128 on infinite; relative error at most 2e-7.
@@ -119,10 +125,11 @@ DEVICE u32 e2m1_pair_to_bf16(u32 two) {
 // the FP8 tile; or 8c + 4p and the next 3 of the bf16 tile. So activations kept in the order of columns are read for tile p
 // in 16-byte units 2c + p.
 DEVICE void frag_fp8_to_bf16(const Frag& f, Frag (&out)[2]) {
-  UNROLL for (int p = 0; p < 2; ++p)
-    UNROLL for (int piece = 0; piece < PIECES; ++piece)
-      UNROLL for (int i = 0; i < 4; ++i)
-        out[p].w[piece][i] = fp8_pair_to_bf16(f.w[piece][2 * p + i / 2] >> i % 2 * 16);
+  UNROLL for (int piece = 0; piece < PIECES; ++piece) {
+    u32 wide[8];
+    fp8_to_bf16(f.w[piece], wide);
+    UNROLL for (int i = 0; i < 8; ++i) out[i / 4].w[piece][i % 4] = wide[i];
+  }
 }
 DEVICE void frag_bf16_to_f32(const Frag& f, Frag (&out)[2]) {
   UNROLL for (int p = 0; p < 2; ++p)

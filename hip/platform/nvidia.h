@@ -20,6 +20,7 @@ DEVICE u64 clock_ticks() {
   return t;
 }
 DEVICE void pause() { __nanosleep(20); }
+DEVICE int lowest_bit(u64 v) { return __ffsll((long long)v) - 1; }
 DEVICE void mark(u32, u32, u32) {}
 
 // LDS
@@ -182,7 +183,7 @@ DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc) {
   }
 }
 
-// Two e4m3 bytes as packed bf16; every e4m3 number is one of fp16 and of bf16.
+// OCP e4m3 as bf16, exactly: every e4m3 number is one of fp16 too.
 DEVICE u32 fp8x2_to_bf16(u32 two) {
   u32 halves, low, high;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)two));
@@ -191,14 +192,27 @@ DEVICE u32 fp8x2_to_bf16(u32 two) {
       : "r"(halves));
   return __byte_perm(low, high, 0x7632);
 }
+#define NATIVE_FP8
+DEVICE void native_fp8_to_bf16(u32 four, u32& low, u32& high) {
+  low = fp8x2_to_bf16(four), high = fp8x2_to_bf16(four >> 16);
+}
+#define NATIVE_PACK_BF16
+DEVICE u32 native_pack_bf16(float low, float high) {
+  u32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+DEVICE void fp8_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
+  UNROLL for (int i = 0; i < 8; ++i) to[i] = fp8x2_to_bf16(from[i / 2] >> i % 2 * 16);
+}
 DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {  // by way of bf16, whose sums are kept with more bits
-  UNROLL for (int i = 0; i < 2; ++i) {                         // bytes 8i ... 8i + 7 of every chunk
-    Frag x, y;
-    UNROLL for (int piece = 0; piece < 2; ++piece)
-      UNROLL for (int j = 0; j < 4; ++j) {
-        x.w[piece][j] = fp8x2_to_bf16(a.w[piece][2 * i + j / 2] >> j % 2 * 16);
-        y.w[piece][j] = fp8x2_to_bf16(b.w[piece][2 * i + j / 2] >> j % 2 * 16);
-      }
-    mma_bf16(x, y, acc);
+  Frag x[2], y[2];
+  UNROLL for (int piece = 0; piece < 2; ++piece) {
+    u32 wide[8];
+    fp8_to_bf16(a.w[piece], wide);
+    UNROLL for (int i = 0; i < 8; ++i) x[i / 4].w[piece][i % 4] = wide[i];
+    fp8_to_bf16(b.w[piece], wide);
+    UNROLL for (int i = 0; i < 8; ++i) y[i / 4].w[piece][i % 4] = wide[i];
   }
+  UNROLL for (int i = 0; i < 2; ++i) mma_bf16(x[i], y[i], acc);
 }

@@ -1,0 +1,103 @@
+"""Number formats and functions: all codes of the small formats, many values of the large ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.platform.kit import run
+
+A = torch.zeros(1)
+CODES = torch.arange(256, dtype=torch.uint8)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal in every bit, but for the kind of NaN."""
+    got, want = got.float(), want.float()
+    assert torch.equal(got.isnan(), want.isnan())
+    fine = ~want.isnan()
+    assert torch.equal(got[fine].view(torch.int32), want[fine].view(torch.int32))
+
+
+def test_all_codes() -> None:
+    out, pairs = run("decode_all", A, words=(1024, 65536 + 256))
+    decoded = out.view(4, 256).view(torch.float32)
+    same(decoded[0], CODES.view(torch.float8_e4m3fn))
+    same(decoded[1], CODES.view(torch.float8_e4m3fnuz))
+    same(decoded[2], CODES.view(torch.float8_e8m0fnu))
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    e2m1 = torch.cat([e2m1, -e2m1])
+    same(decoded[3], e2m1[CODES.int() & 15])
+    halves = pairs.view(torch.bfloat16).view(-1, 2)
+    two = torch.arange(65536)
+    ocp = CODES.view(torch.float8_e4m3fn).float()
+    same(halves[:65536], torch.stack([ocp[two & 255], ocp[two >> 8]], 1))
+    nibbles = torch.arange(256)
+    same(halves[65536:], torch.stack([e2m1[nibbles & 15], e2m1[nibbles >> 4]], 1))
+
+
+def test_widening() -> None:
+    """All pairs of bytes, and NaN in every place among 16."""
+    pairs = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+    one_nan = torch.full((16, 16), 0x35, dtype=torch.uint8).fill_diagonal_(0x7F)
+    codes = torch.cat([pairs, one_nan.flatten(), one_nan.flatten() | 0x80])
+    out, _ = run("widen", codes, words=(codes.numel() // 2, 1), n=codes.numel() // 16)
+    same(out.view(torch.bfloat16), codes.view(torch.float8_e4m3fn))
+
+
+def values_to_round() -> torch.Tensor:
+    """Random, every number of both formats and the middle between neighbours, the smallest, and too large ones."""
+    random = torch.Generator().manual_seed(7)
+    spread = torch.randn(60000, generator=random) * torch.exp2(
+        torch.randint(-14, 10, (60000,), generator=random).float()
+    )
+    raw = torch.randint(-(1 << 31), 1 << 31, (40000,), generator=random).to(torch.int32).view(torch.float32)
+    edges = []
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        numbers = CODES.view(dtype).float()
+        numbers = numbers[~numbers.isnan()].unique()
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        for exact in (numbers, middles):
+            edges += [exact, torch.nextafter(exact, torch.tensor(1e9)), torch.nextafter(exact, torch.tensor(-1e9))]
+    special = torch.tensor(
+        [0.0, -0.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan"), 1e-40, 448, 464, 465, 480]
+    )
+    return torch.cat([spread, raw, *edges, special])
+
+
+def test_rounding() -> None:
+    x = values_to_round()
+    out, _ = run("encode", x, words=(x.numel(), 1), n=x.numel())
+    nan = x.isnan()
+    for shift, dtype, largest in ((0, torch.float8_e4m3fn, 448.0), (8, torch.float8_e4m3fnuz, 240.0)):
+        got = (out >> shift & 255).to(torch.uint8).view(dtype).float()
+        same(got, x.clamp(-largest, largest).to(dtype))
+        assert got[nan].isnan().all()
+    assert not ((out[~nan] >> 8 & 255) == 0x80).any()
+    same((out >> 16).to(torch.int16).view(torch.bfloat16), x.bfloat16())
+
+
+def test_functions() -> None:
+    x = torch.cat([torch.linspace(-140, 140, 40001), torch.linspace(-2, 2, 20001), torch.tensor([0.0, float("nan")])])
+    n = x.numel()
+    out, out2 = run("functions", x, words=(2 * n, 2 * n), n=n)
+    (exp, sigmoid), (exp2, silu) = out.view(2, -1).view(torch.float32), out2.view(2, -1).view(torch.float32)
+    d = x.double()
+    tiny, huge = 2.0**-126, float(np.finfo(np.float32).max)
+    for got, want, bound in (
+        (exp, d.exp(), 3e-7),
+        (exp2, d.exp2(), 3e-7),
+        (sigmoid, d.sigmoid(), 4e-7),
+        (silu, d * d.sigmoid(), 5e-7),
+    ):
+        assert got[-1].isnan()
+        normal = (want.abs() >= 1.001 * tiny) & (want.abs() <= huge) & (x > -87)
+        assert ((got.double() - want).abs() / want.abs())[normal].max() < bound
+    assert (exp[:-1][d[:-1].exp() < 0.999 * tiny] == 0).all()
+    assert exp[:-1][d[:-1] > 88.8].isinf().all()
+    assert (exp2[:-1][d[:-1] < -126] == 0).all()
+    assert exp2[:-1][d[:-1] >= 128].isinf().all()
+    zero = -2
+    assert exp[zero] == 1
+    assert exp2[zero] == 1
+    assert sigmoid[zero] == 0.5

@@ -1,0 +1,35 @@
+"""Loads and stores of every scope and width on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocmega.drivers.host import HostDriver
+from tests.platform.kit import THREADS, run
+
+A = torch.zeros(1)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("scope", ["plain", "device", "system"])
+def test_copies(scope: str, check: bool) -> None:
+    data = torch.arange(7 * THREADS, dtype=torch.int32)
+    out, _ = run(f"copy_{scope}", A, words=(7 * THREADS,) * 2, out2=data, driver=HostDriver(3, check))
+    assert torch.equal(out, data)
+
+
+def test_streams_and_claims() -> None:
+    data = torch.arange(4 * THREADS, dtype=torch.int32)
+    for seed in range(3):
+        out, who = run("streams", data, words=(4 * THREADS, 1 + THREADS), driver=HostDriver(seed))
+        assert torch.equal(out, data)
+        assert who[0] == 1
+        assert who[1:].sum() == 1
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_hand_over(check: bool) -> None:
+    for seed in range(12):
+        out, _ = run("hand_over", A, words=(3 * THREADS, 4), blocks=2, driver=HostDriver(seed, check))
+        assert torch.equal(out[2 * THREADS :], 7 + 8 * torch.arange(THREADS, dtype=torch.int32))
