@@ -159,7 +159,7 @@ def _count_mega(llm: LLM) -> Any:
         return launch(*args, **kwargs)
 
     driver.launch = counting
-    return lambda tokens: (len(calls) / tokens, "launches by the driver, over all tokens")
+    return lambda tokens: (len(calls) / tokens, "what went through the driver, over all tokens")
 
 
 def _count_standard(llm: LLM) -> Any:

@@ -17,7 +17,7 @@ def count(work: Callable[[], Any], device: Any) -> tuple[int, str]:
     allocations, and operators within operators.)
     """
     if device.type == "cpu":
-        return _operators(work), "operators that compute, on the CPU"
+        return _operators(work), "operators that compute; on the CPU nothing is launched"
     return _kernels(work), "kernels, by torch.profiler"
 
 

@@ -77,7 +77,6 @@ class Runner:
         self._blocks = blocks
         self._progress = progress
         self._missing: tuple[str, ...] = ()
-        self._mega: Any = None
         self._numbers = itertools.count()
         self.driver = self._open_driver(device, path, seed)
         checkpoint = Checkpoint(directory)
@@ -89,6 +88,9 @@ class Runner:
         checkpoint.close()
         self.cache = self._new_cache()
         self.standard: Any = self._module("standard").StandardPath(self.config, self.weights, self.cache)
+        self._mega: Any = None
+        if path != "standard":
+            self._prepare_mega(may_fall_back=path == "auto")
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +110,7 @@ class Runner:
         if self.driver is None:
             return f"PyTorch on {'the CPU' if self.device.type == 'cpu' else self.device}"
         facts = self.driver.facts()
-        return f"{facts.name} ({facts.arch})"
+        return f"the CPU target, {facts.name}" if facts.arch == "host" else f"{facts.name} ({facts.arch})"
 
     @property
     def vocab_size(self) -> int:
@@ -162,13 +164,11 @@ class Runner:
         return step
 
     def decide(self, sequences: Sequence[CachedSequence], path: str = "auto", *, logits: bool = False) -> Decision:
-        """The path of the next step of these rows. Makes the mega-task ready if it is to run, which may compile it."""
+        """The path of the next step of these rows."""
         if path == "standard":
             return Decision("standard")
-        decision = choose(self._shape(sequences, logits))
-        if decision.path == "mega" and self._mega is None:
-            self._prepare_mega(may_fall_back=path == "auto")
-            decision = choose(self._shape(sequences, logits))
+        context = max(sequence.length for sequence in sequences) + 1
+        decision = choose(self._shape(len(sequences), context, logits))
         if path == "mega" and decision.reasons:
             raise RequestError(f"The mega-task cannot run this step: {'; '.join(decision.reasons)}. Use path='auto'.")
         return decision
@@ -217,6 +217,8 @@ class Runner:
         return PagedCache(spec, pages, self.driver or TorchMemory(self._torch_device))
 
     def _prepare_mega(self, may_fall_back: bool) -> None:
+        if choose(self._shape(rows=1, context=1)).reasons:
+            return  # each step will say why
         self._progress("preparing the mega-task")
         try:
             self._mega = self._module("mega").MegaPath(
@@ -233,13 +235,13 @@ class Runner:
                 raise
             self._missing = (str(error),)
 
-    def _shape(self, sequences: Sequence[CachedSequence], logits: bool) -> StepShape:
+    def _shape(self, rows: int, context: int, logits: bool = False) -> StepShape:
         return StepShape(
             family=self.family,
             format=self.weights.formats.linear,
             target=self.target,
-            rows=len(sequences),
-            context=max(sequence.length for sequence in sequences) + 1,
+            rows=rows,
+            context=context,
             max_rows=self.max_rows,
             max_model_len=self.max_model_len,
             features=frozenset({"greedy", "logits"} if logits else {"greedy"}),

@@ -47,11 +47,14 @@ def _print(result: Comparison) -> None:
         out.print(f"[bold]{TITLES[path]}[/bold]: {' '.join(map(str, run.tokens))}")
     for path, reason in result.skipped.items():
         out.print(f"{TITLES[path]} did not run: {reason}", markup=False)
-    table = Table("path", "launches per token", "counted", "ran on", "seconds")
+    table = Table("path", "launches per token", "seconds", "ran on")
     for path, run in result.runs.items():
-        table.add_row(TITLES[path], f"{run.launches:g}", run.counted, run.where, f"{run.seconds:.1f}")
+        table.add_row(TITLES[path], f"{run.launches:g}", f"{run.seconds:.1f}", run.where)
     out.print()
     out.print(table)
+    for counted in dict.fromkeys(run.counted for run in result.runs.values()):
+        of = ", ".join(TITLES[path] for path, run in result.runs.items() if run.counted == counted)
+        out.print(f"Launches of the {of}: {counted}.")
     ran = ", ".join(TITLES[path] for path in result.runs)
     if result.agree:
         out.print(f"[green]All agree[/green]: {ran} chose the same {len(result.runs['mega'].tokens)} tokens.")

@@ -181,3 +181,12 @@ def test_wrong_usage_exits_2():
     assert run(app, ["decode"]).exit_code == 2
     assert run(app, ["no-such-command"]).exit_code == 2
     assert run(app, ["decode", "x", "--max-new-tokens", "0"]).exit_code == 2
+
+
+def test_no_compiler_exits_2_and_says_what_was_tried(tiny, monkeypatch, tmp_path):
+    monkeypatch.setenv("ROCMEGA_HOSTCXX", "/nowhere/c++")
+    monkeypatch.setenv("ROCMEGA_CACHE", str(tmp_path))
+    result = run(app, ["decode", str(tiny), "--tokens", "1", "--path", "mega", "--device", "host"])
+    assert result.exit_code == 2
+    assert "/nowhere/c++" in result.stderr
+    assert "Traceback" not in result.stderr
