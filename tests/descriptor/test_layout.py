@@ -70,7 +70,9 @@ def compiler_layout(header: Header, include: str, folder: Path) -> list[int]:
 
 
 def test_layout_equals_the_compilers(tmp_path: Path) -> None:
-    (tmp_path / "sample.h").write_text(SAMPLE.replace("constexpr u32 COUNT", "using f64 = double;\nconstexpr u32 COUNT"))
+    (tmp_path / "sample.h").write_text(
+        SAMPLE.replace("constexpr u32 COUNT", "using f64 = double;\nconstexpr u32 COUNT")
+    )
     header = parse(SAMPLE)
     assert compiler_layout(header, "sample.h", tmp_path) == layout_values(header)
 
