@@ -7,6 +7,8 @@ Activations are float32. These functions are what the kernels' stages are tested
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +24,47 @@ def float32_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.to(torch.float32) @ b.to(torch.float32)
 
 
+@dataclass(frozen=True)
+class Normed:
+    """An RMS-normalized activation whose division is still to come: `values` * `scale`.
+
+    A matrix product commutes with the scale, so kernels multiply `values` as soon as they have them and scale what
+    comes out; where inputs of products are rounded, `values` are. `Products` does the same.
+
+    Fields:
+        values: float32 [..., width], x * weight.
+        scale: float32 [..., 1], 1 / sqrt(mean(x^2) + eps).
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """The normalized activation, [..., width]."""
+        return self.values * self.scale
+
+    def rows(self) -> Normed:
+        """All leading dimensions as one."""
+        return Normed(self.values.flatten(0, -2), self.scale.flatten(0, -2))
+
+    def __getitem__(self, index: Any) -> Normed:
+        """Indexes the leading dimensions."""
+        return Normed(self.values[index], self.scale[index])
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as one value."""
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def deferred_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
+    """`rms_norm`, for inputs of matrix products."""
+    return Normed(x * weight, inverse_rms(x, eps))
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return x * inverse_rms(x, eps) * weight
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from rocmega.checkpoint.tiles import PackedMatrix
 from rocmega.errors import RequestError, StepError
 from rocmega.models.glm import kernel
 from rocmega.models.glm.config import GlmConfig
+from rocmega.models.glm.formulas import rope_angles
 from rocmega.toolchain import compile as compile_unit
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ class StepResult:
 
 def rope_table(config: GlmConfig, positions: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Cosine and sine of every position and pair of channels, f32 [positions, rope / 2, 2]."""
-    channels = torch.arange(0, config.qk_rope_head_dim, 2, dtype=torch.float32)
-    frequencies = 1.0 / config.rope_theta ** (channels / config.qk_rope_head_dim)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.stack([angles.cos(), angles.sin()], dim=-1).to(device)
+    return rope_angles(torch.arange(positions), config.rope_theta, config.qk_rope_head_dim).to(device)
 
 
 def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dict[str, int]:

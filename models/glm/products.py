@@ -1,9 +1,12 @@
 """Matrix products in the model's arithmetic, on whatever device the weights are.
 
 Float32 weights: everything float32. Quantized and bf16 weights: the inputs of products with big (linear, absorbed)
-matrices are rounded to bf16, sums are float32, and islands (head, router, index weights) see float32 inputs. A CPU
-does this in float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become bf16
-there, inputs of islands are split in two bf16 halves, and attention's operands are rounded to bf16 too.
+matrices are rounded to bf16, so are attention's queries and the inputs of a bf16 head; sums are float32; the router and
+the index weights, whose results decide something, see float32 inputs. The scale of a `Normed` input is applied to the
+product, so that what is rounded is x * weight. Kernels round at the same places.
+
+A CPU does this in float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become
+bf16 there, float32 inputs are split in two bf16 halves, and attention's probabilities are rounded to bf16 too.
 """
 
 from __future__ import annotations
@@ -11,31 +14,36 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rocmega.models.glm.formulas import float32_matmul
+from rocmega.models.glm.formulas import Normed, float32_matmul
 from rocmega.models.glm.weights import Formats
+
+Input = torch.Tensor | Normed  # [..., k]
 
 
 class Products:
     """The products a model with these formats needs on this device.
 
     Fields:
-        rounded: inputs of linear and absorbed products are rounded to bf16.
+        rounded: inputs of linear and absorbed products, and attention's queries, are rounded to bf16.
+        rounded_head: inputs of the head are.
         fast: bf16 matrix units are used.
         weight_dtype: what dequantized matrices are wanted in.
     """
 
     def __init__(self, formats: Formats, device: torch.device):
-        self.rounded = formats.linear != "f32"
+        self.rounded, self.rounded_head = formats.linear != "f32", formats.island == "bf16"
         self.fast = self.rounded and device.type != "cpu"
         self.weight_dtype = torch.bfloat16 if self.fast else torch.float32
         self._wide_sums = self.fast and _has_wide_sums(device)
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
-        """The values that a product with a linear or absorbed matrix sees, float32."""
+        """The values that a product with a linear or absorbed matrix, or with cached keys, sees, float32."""
         return x.to(torch.bfloat16).to(torch.float32) if self.rounded else x
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def linear(self, x: Input, weight: torch.Tensor) -> torch.Tensor:
         """X [..., k] times a linear matrix [n, k]: float32 [..., n]."""
+        if isinstance(x, Normed):
+            return self.linear(x.values, weight) * x.scale
         if self.fast:
             return self._bf16(x.flatten(0, -2).to(torch.bfloat16), weight.mT).unflatten(0, x.shape[:-1])
         return F.linear(self.round(x), weight)
@@ -49,8 +57,18 @@ class Products:
             out = self.round(by_head) @ weight.mT
         return out.transpose(0, 1).unflatten(0, x.shape[:-2])
 
-    def island(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def head(self, x: Input, weight: torch.Tensor) -> torch.Tensor:
+        """X [..., k] times the head [n, k], in its own dtype if `fast`: float32 [..., n]."""
+        if isinstance(x, Normed):
+            return self.head(x.values, weight) * x.scale
+        if not self.rounded_head:
+            return self.island(x, weight)
+        return self.linear(x.to(torch.bfloat16).to(torch.float32), weight)
+
+    def island(self, x: Input, weight: torch.Tensor) -> torch.Tensor:
         """X [..., k], float32, times an island [n, k], in its own dtype if `fast`: float32 [..., n]."""
+        if isinstance(x, Normed):
+            return self.island(x.values, weight) * x.scale
         if not self.fast or weight.dtype == torch.float32:
             return F.linear(x, weight.to(torch.float32))
         rows = x.flatten(0, -2)

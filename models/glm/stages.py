@@ -1,7 +1,7 @@
 """One layer of GLM as stages: the formulas with the layer's weights, each stage on its own input.
 
-Activations are float32 [..., width]; the leading dimensions are whatever the caller has. The kernels' stages are tested
-against these methods, and the standard path is made of them.
+Activations are float32 [..., width]; the leading dimensions are whatever the caller has. Normalized ones are `Normed`.
+The kernels' stages are tested against these methods, and the standard path is made of them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,17 @@ import torch
 
 from rocmega.checkpoint.tiles import PackedMatrix
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.formulas import layer_norm, rms_norm, rope_adjacent, rope_leading, route, swiglu
-from rocmega.models.glm.products import Products
+from rocmega.models.glm.formulas import (
+    Normed,
+    deferred_rms_norm,
+    layer_norm,
+    rms_norm,
+    rope_adjacent,
+    rope_leading,
+    route,
+    swiglu,
+)
+from rocmega.models.glm.products import Input, Products
 from rocmega.models.glm.weights import Layer
 
 
@@ -47,13 +56,11 @@ class LayerStages:
 
     # Attention.
 
-    def attention_norm(self, x: torch.Tensor) -> torch.Tensor:
+    def attention_norm(self, x: torch.Tensor) -> Normed:
         """The residual stream x [..., hidden] as the attention block sees it, [..., hidden]."""
-        return rms_norm(x, self.vector("attention_norm"), self.config.rms_norm_eps)
+        return deferred_rms_norm(x, self.vector("attention_norm"), self.config.rms_norm_eps)
 
-    def down_projections(
-        self, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def down_projections(self, x: Input) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """All that is computed from the normalized x [..., hidden].
 
         Returns q_a [..., q_lora], kv_a [..., kv_lora + rope], index_k [..., index_dim] and index_weights [...,
@@ -66,9 +73,9 @@ class LayerStages:
             return q_a, kv_a, None, None
         return q_a, kv_a, linear(x, self.matrix("index_k")), self.products.island(x, self.matrix("index_weights"))
 
-    def query_norm(self, q_a: torch.Tensor) -> torch.Tensor:
+    def query_norm(self, q_a: torch.Tensor) -> Normed:
         """q_a [..., q_lora] normalized: what queries and index queries are made of."""
-        return rms_norm(q_a, self.vector("q_a_norm"), self.config.latent_norm_eps)
+        return deferred_rms_norm(q_a, self.vector("q_a_norm"), self.config.latent_norm_eps)
 
     def latent_entry(self, kv_a: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """The latent cache's entry of kv_a [..., kv_lora + rope]: normalized latent, then rotated rope channels.
@@ -84,14 +91,14 @@ class LayerStages:
         weight, bias = self.vector("index_k_norm")
         return rope_leading(layer_norm(index_k, weight, bias, self.config.index_norm_eps), angles)
 
-    def queries(self, q: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(self, q: Input, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From normalized q [..., q_lora] to [..., heads, nope] and the rotated [..., heads, rope]."""
         c = self.config
         by_head = self.products.linear(q, self.matrix("q_b")).unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
         nope, rope = by_head.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         return nope, rope_adjacent(rope, angles[..., None, :, :])
 
-    def index_queries(self, q: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def index_queries(self, q: Input, angles: torch.Tensor) -> torch.Tensor:
         """From normalized q [..., q_lora] to rotated [..., index_heads, index_dim], rounded as scoring wants it."""
         c = self.config
         by_head = self.products.linear(q, self.matrix("index_q")).unflatten(-1, (c.index_n_heads, c.index_head_dim))
@@ -105,6 +112,10 @@ class LayerStages:
         """Queries [..., heads, nope] through key_up, to [..., heads, kv_lora]: comparable with cached latents."""
         return self.products.heads(nope, self.matrix("key_up"))
 
+    def attention_query(self, latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+        """Queries [..., heads, kv_lora] and the rotated [..., heads, rope] as one, rounded as scoring wants it."""
+        return self.products.round(torch.cat([latent, rope], dim=-1))
+
     def value_up(self, latent: torch.Tensor) -> torch.Tensor:
         """Attention's latents [..., heads, kv_lora] to the heads' outputs [..., heads, v_dim]."""
         return self.products.heads(latent, self.matrix("value_up"))
@@ -115,48 +126,54 @@ class LayerStages:
 
     # MLP and experts.
 
-    def mlp_norm(self, x: torch.Tensor) -> torch.Tensor:
+    def mlp_norm(self, x: torch.Tensor) -> Normed:
         """The residual stream x [..., hidden] as the MLP sees it, [..., hidden]."""
-        return rms_norm(x, self.vector("mlp_norm"), self.config.rms_norm_eps)
+        return deferred_rms_norm(x, self.vector("mlp_norm"), self.config.rms_norm_eps)
 
-    def expert(self, y: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """One gated MLP on y [..., hidden]: expert `index`, or the dense layer's only one."""
-        return self.products.linear(self.expert_middle(y, index), self.matrix("down", None if self.dense else index))
+    def expert(self, y: Input, index: int = 0, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """One gated MLP on y [..., hidden], times weight [..., 1]: expert `index`, or the dense layer's only one."""
+        return self.expert_down(self.expert_middle(y, index, weight), index)
 
-    def expert_middle(self, y: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """silu(gate y) * up y of one expert, [..., width]."""
+    def expert_middle(self, y: Input, index: int = 0, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(gate y) * up y of one expert, [..., width], times weight [..., 1]: before it is rounded for `down`."""
         gate, up = (self.products.linear(y, self.matrix("gate_up", 2 * index + part)) for part in (0, 1))
-        return swiglu(gate, up)
+        middle = swiglu(gate, up)
+        return middle if weight is None else middle * weight
 
-    def router_scores(self, y: torch.Tensor) -> torch.Tensor:
-        """sigmoid(router y) of y [..., hidden], float32 [..., experts]."""
-        return self.products.island(y, self.matrix("router")).sigmoid()
+    def expert_down(self, middle: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """One expert's output from its `expert_middle`, [..., hidden]."""
+        return self.products.linear(middle, self.matrix("down", None if self.dense else index))
 
-    def route(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts int64 [T, topk], ascending, and their weights float32 [T, topk], for scores [T, experts]."""
+    def router_logits(self, y: Input) -> torch.Tensor:
+        """Router y of y [..., hidden], float32 [..., experts]."""
+        return self.products.island(y, self.matrix("router"))
+
+    def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 [T, topk], ascending, and their weights float32 [T, topk], for router logits [T, experts]."""
         c = self.config
-        return route(scores, self.vector("router_bias"), c.num_experts_per_tok, c.routed_scaling_factor)
+        return route(logits.sigmoid(), self.vector("router_bias"), c.num_experts_per_tok, c.routed_scaling_factor)
 
-    def experts(self, y: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def experts(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each token's routed experts, summed by ascending expert: [T, hidden] for y [T, hidden]."""
         topk = experts.shape[1]
         order = experts.flatten().argsort(stable=True)  # token-expert pairs, grouped by expert
-        inputs, outputs = y[order // topk], y.new_empty(order.shape[0], y.shape[1])
+        inputs, factors = y[order // topk], weights.flatten()[order, None]
+        outputs = torch.empty_like(inputs.values)
         counts = torch.bincount(experts.flatten(), minlength=self.config.n_routed_experts).tolist()
         end = 0
         for index, count in enumerate(counts):
             if count:
                 start, end = end, end + count
-                outputs[start:end] = self.expert(inputs[start:end], index)
+                outputs[start:end] = self.expert(inputs[start:end], index, factors[start:end])
         by_pair = torch.empty_like(outputs)
         by_pair[order] = outputs
-        return (by_pair.unflatten(0, (-1, topk)) * weights[..., None]).sum(1)
+        return by_pair.unflatten(0, (-1, topk)).sum(1)
 
-    def mlp(self, y: torch.Tensor) -> torch.Tensor:
+    def mlp(self, y: Normed) -> torch.Tensor:
         """The whole MLP block on the normalized y [..., hidden]: dense, or routed experts and then the shared one."""
         if self.dense:
             return self.expert(y)
-        tokens = y.flatten(0, -2)
-        experts, weights = self.route(self.router_scores(tokens))
+        tokens = y.rows()
+        experts, weights = self.route(self.router_logits(tokens))
         routed = self.experts(tokens, experts, weights) + self.expert(tokens, self.config.n_routed_experts)
-        return routed.unflatten(0, y.shape[:-1])
+        return routed.unflatten(0, y.values.shape[:-1])

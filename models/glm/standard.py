@@ -13,7 +13,7 @@ import torch
 from rocmega.cache import PAGE, PagedCache
 from rocmega.errors import RequestError
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.formulas import attention, index_scores, rms_norm, rope_angles, select
+from rocmega.models.glm.formulas import Normed, attention, deferred_rms_norm, index_scores, rope_angles, select
 from rocmega.models.glm.products import Products
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import GlmWeights
@@ -143,9 +143,9 @@ class StandardPath:
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head of the residual stream [..., hidden]: logits float32 [..., vocab]."""
-        normed = rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+        normed = deferred_rms_norm(x[None], self.weights.final_norm, self.config.rms_norm_eps)
         head = self.weights.head.dequantize(self._head_dtype()) if self._head is None else self._head
-        return self.products.island(normed[None], head)[0]
+        return self.products.head(normed, head)[0]
 
     def _layer(
         self, number: int, layer: LayerStages, x: torch.Tensor, span: Span, selection: Selection | None
@@ -160,13 +160,13 @@ class StandardPath:
             _write(keys, span.slots, layer.index_entry(index_k, span.angles))
             selection = self._select(layer, q, index_weights, keys, span)
         nope, rope = layer.queries(q, span.angles)
-        query = torch.cat([layer.latent_query(nope), rope], dim=-1)
+        query = layer.attention_query(layer.latent_query(nope), rope)
         latent = self._attend(query, self.cache.latent[number], span, selection)
         x = x + layer.output_projection(layer.value_up(latent))
         return x + layer.mlp(layer.mlp_norm(x)), selection
 
     def _select(
-        self, layer: LayerStages, q: torch.Tensor, index_weights: torch.Tensor, pool: torch.Tensor, span: Span
+        self, layer: LayerStages, q: Normed, index_weights: torch.Tensor, pool: torch.Tensor, span: Span
     ) -> Selection | None:
         """Each token's selection, or None where it is everything: then attention reads the cache as it lies."""
         if span.length <= self.config.index_topk:
@@ -174,7 +174,8 @@ class StandardPath:
         keys, queries = span.entries(pool), layer.index_queries(q, span.angles)
         heads = layer.index_head_weights(index_weights)
         parts = []
-        for block in _blocks(q.shape[1], q.shape[0] * span.length * 4):  # scores, and what select makes of them
+        # Scores, and what select makes of them.
+        for block in _blocks(queries.shape[1], queries.shape[0] * span.length * 4):
             scores = index_scores(
                 queries[:, block], keys, heads[:, block], self.config.index_scale, self.products.matmul
             )

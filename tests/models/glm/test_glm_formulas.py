@@ -87,9 +87,34 @@ def test_norms():
     x, weight, bias = randn(2, 8), randn(8, seed=1), randn(8, seed=2)
     expected = torch.stack([row / math.sqrt(float((row * row).sum() / 8) + 0.1) for row in x]) * weight
     torch.testing.assert_close(formulas.rms_norm(x, weight, 0.1), expected)
+    deferred = formulas.deferred_rms_norm(x, weight, 0.1)
+    torch.testing.assert_close(deferred.dense(), expected)
+    torch.testing.assert_close(deferred[1:].dense(), expected[1:])
+    torch.testing.assert_close(deferred[:, None].rows().dense(), expected)
     centred = x - x.mean(-1, keepdim=True)
     scaled = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt()
     torch.testing.assert_close(formulas.layer_norm(x, weight, bias, 0.1), scaled * weight + bias)
+
+
+@pytest.mark.parametrize(
+    "formats", [Formats("f32", "f32"), Formats("f32", "bf16"), Formats("bf16", "f32"), Formats("fp8", "bf16")]
+)
+def test_what_is_rounded_where(formats):
+    """The values are, the scale of a norm never; islands that decide something see all bits."""
+    products = Products(formats, torch.device("cpu"))
+    normed, matrix = formulas.deferred_rms_norm(randn(3, 32), randn(32, seed=1), 0.1), randn(8, 32, seed=2)
+    values = normed.values
+    rounded = values.bfloat16().float()
+    for product, rounds in (
+        (products.linear, formats.linear != "f32"),
+        (products.head, formats.island == "bf16"),
+        (products.island, False),
+    ):
+        expected = (rounded if rounds else values) @ matrix.T
+        torch.testing.assert_close(product(values, matrix), expected)
+        torch.testing.assert_close(product(normed, matrix), expected * normed.scale)
+    expected = rounded if formats.linear != "f32" else values
+    assert torch.equal(products.round(values), expected)
 
 
 @pytest.mark.parametrize("wide_sums", [True, False])
@@ -106,6 +131,9 @@ def test_a_gpus_products_are_near_the_formulas(wide_sums, monkeypatch):
     torch.testing.assert_close(fast.island(x, matrix), island, rtol=1e-4, atol=1e-4)
     assert not torch.equal(exact.linear(x, matrix.float()), island)
     torch.testing.assert_close(fast.island(x, matrix.float()), island)
+    torch.testing.assert_close(fast.head(x, matrix), exact.head(x, matrix.float()))
+    normed = formulas.deferred_rms_norm(x, randn(32, seed=3), 0.1)
+    torch.testing.assert_close(fast.linear(normed, matrix), exact.linear(normed, matrix.float()))
     a, b = randn(2, 5, 16), randn(2, 16, 6, seed=1)
     torch.testing.assert_close(fast.matmul(a, b), (a.bfloat16().float() @ b.bfloat16().float()))
     torch.testing.assert_close(exact.matmul(a, b), a @ b)
