@@ -14,7 +14,7 @@ Result result;
 
 namespace {
 
-constexpr size_t STACK = 64 << 10;
+constexpr size_t STACK = 64 << 10, GUARD = 1 << 20;  // one guard below all stacks, and a canary at the end of each
 constexpr uint64_t CANARY = 0x5afe57ac4ca9a121;
 
 Block* blocks;
@@ -26,7 +26,7 @@ char* stack_of(int fiber) { return stacks + fiber * STACK; }
 
 void release_fibers() {
   if (!made_fibers) return;
-  unmap(stacks, made_fibers * STACK);
+  unmap(stacks - GUARD, made_fibers * STACK + GUARD);
   unmap(products, mma_bytes(n_waves));
   for (int b = 0; b < made_blocks; ++b) free(blocks[b].lds), free(blocks[b].shadow);
   free(blocks), free(waves), free(fibers);
@@ -42,8 +42,11 @@ void make_fibers() {
   blocks = (Block*)allocate(n_blocks * sizeof(Block));
   waves = (Wave*)allocate(n_waves * sizeof(Wave));
   fibers = (Fiber*)allocate(n_fibers * sizeof(Fiber));
-  stacks = (char*)map(n_fibers * STACK);
-  madvise(stacks, n_fibers * STACK, MADV_HUGEPAGE);
+  stacks = (char*)map(n_fibers * STACK + GUARD) + GUARD;
+  mprotect(stacks - GUARD, GUARD, PROT_NONE);
+#ifdef MADV_HUGEPAGE  // a wave alone has 64 stacks, as many pages as the processor knows by heart
+  madvise(stacks, n_fibers * STACK, n_fibers <= 16384 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+#endif
   products = mma_allocate(n_waves);
   for (int b = 0; b < n_blocks; ++b) blocks[b].lds = (uint32_t*)allocate(lds_size() * 4 + 4);
   made_blocks = n_blocks, made_fibers = wanted;
@@ -72,10 +75,25 @@ void start_fibers() {
   }
 }
 
+bool overflowed(int fiber) { return fiber < n_fibers && *(uint64_t*)stack_of(fiber) != CANARY; }
+
+void report_overflow(int fiber) {
+  const Fiber& f = fibers[fiber];
+  report("block %d stage %s task %u thread %d overflowed its stack of %zu bytes", f.wave->block->index,
+         stage_name(f.place.stage), f.place.task, f.thread, STACK);
+}
+
 void on_fault(int, siginfo_t* info, void*) {
+  char* at = (char*)info->si_addr;
+  int fiber = self - fibers;
+  bool mine = at >= stacks - GUARD && at < stacks;
+  if (mine || overflowed(fiber) || overflowed(fiber + 1)) {  // the stack above grows down into this one
+    report_overflow(mine || overflowed(fiber) ? fiber : fiber + 1);
+    give_up();
+  }
   char where[300];
-  describe_address(info->si_addr, where, sizeof where);
-  bool raw = (uint64_t)((char*)info->si_addr - window) < window_bytes;
+  describe_address(at, where, sizeof where);
+  bool raw = (uint64_t)(at - window) < window_bytes;
   report("block %d stage %s task %u touches %s%s", self->wave->block->index, stage_name(self->place.stage),
          self->place.task, where, raw ? " past the accessors" : "");
   give_up();
@@ -136,8 +154,7 @@ extern "C" void rocmega_host_launch(const Launch* wanted, Result* out) {
   scheduler_start();
   scheduler_run();
   for (int i = 0; i < n_fibers; ++i)
-    if (*(uint64_t*)stack_of(i) != CANARY) report("thread %d of block %d overflowed its stack of %zu bytes",
-                                                  fibers[i].thread, i / (int)launch.threads, STACK);
+    if (overflowed(i)) report_overflow(i);
   if (checking) memory_finish();
 
   sigaction(SIGSEGV, &was_segv, nullptr), sigaction(SIGBUS, &was_bus, nullptr), sigaltstack(&was_on, nullptr);
