@@ -41,7 +41,7 @@ wheel: $(VENV)/.test-installed
 # The demo needs a C++ compiler for the CPU target: the system's, else the one in the ziglang package.
 $(VENV)/.demo-installed: $(INPUTS) | $(VENV)/.created
 	@echo "installing rocmega and what its demo needs into $(VENV) (a few minutes the first time)"
-	extras=demo; command -v c++ >/dev/null || command -v clang++ >/dev/null || extras=demo,compiler; \
+	extras=demo,compiler; for c in c++ g++ clang++; do ! command -v $$c >/dev/null || extras=demo; done; \
 	$(PIP) $(TORCH_INDEX) -e ".[$$extras]"
 	@touch $@
 
