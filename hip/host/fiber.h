@@ -20,7 +20,7 @@ fiber_switch:
 .size fiber_switch, .-fiber_switch
 )");
 constexpr int SAVED_WORDS = 6, RETURN_WORD = 6, FRAME_WORDS = 8;  // 8: the stack is 16-byte aligned before the "call"
-#elif defined(__aarch64__)  // assembled, never run
+#elif defined(__aarch64__)                                        // assembled, never run
 asm(R"(
 .text
 .weak fiber_switch

@@ -3,14 +3,14 @@
 #include "launch.h"
 #include "runtime.h"
 
-namespace host __attribute__((visibility("hidden"))) {
+#pragma GCC visibility push(hidden)  // called directly, not by way of a table
+namespace host {
 
 extern Launch launch;  // the one that runs
 extern Result result;
 extern Wave* waves;
 extern Fiber* fibers;
 extern int n_waves, n_fibers, alive;  // alive: fibers that have not ended
-
 
 const char* stage_name(uint32_t stage);
 void* allocate(size_t bytes);  // zeroed; give back with free
@@ -55,3 +55,4 @@ size_t mma_bytes(int n_waves);
 void mma_start(Wave&, MmaQueue* all, int index);
 
 }  // namespace host
+#pragma GCC visibility pop

@@ -134,7 +134,9 @@ void report(const char* format, ...) {
 
 using namespace host;
 
-extern "C" uint32_t rocmega_host_abi() { return HOST_ABI << 24 | sizeof(Launch) << 16 | sizeof(Result) << 4 | sizeof(Region) / 8; }
+extern "C" uint32_t rocmega_host_abi() {
+  return HOST_ABI << 24 | sizeof(Launch) << 16 | sizeof(Result) << 4 | sizeof(Region) / 8;
+}
 
 extern "C" void rocmega_host_launch(const Launch* wanted, Result* out) {
   static char signal_stack[64 << 10];

@@ -37,9 +37,14 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
   bool changed = access != LDS_ATOMIC && other(s.atomic, me);
   if (wrote || read || changed) {
     constexpr const char* DOES[] = {"reads", "writes", "changes atomically"};
-    report("LDS race: block %d stage %s task %u thread %d %s %s[%u], which another thread %s in stage %s task %u with "
-           "no barrier between", b.index, stage_name(self->place.stage), self->place.task, me - 1, DOES[access], name,
-           index, wrote ? "wrote" : read ? "read" : "changed atomically", stage_name(s.by.stage), s.by.task);
+    report(
+        "LDS race: block %d stage %s task %u thread %d %s %s[%u], which another thread %s in stage %s task %u with "
+        "no barrier between",
+        b.index, stage_name(self->place.stage), self->place.task, me - 1, DOES[access], name, index,
+        wrote  ? "wrote"
+        : read ? "read"
+               : "changed atomically",
+        stage_name(s.by.stage), s.by.task);
   }
   s.by = self->place;
   uint16_t& mine = access == LDS_READ ? s.reader : access == LDS_WRITE ? s.writer : s.atomic;

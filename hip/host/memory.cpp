@@ -27,8 +27,8 @@ namespace {
 struct Line {
   Line* next;  // of the same hash
   Region* region;
-  uint64_t first;        // word in the region
-  uint32_t size;         // words; fewer than LINE at the end of a region
+  uint64_t first;         // word in the region
+  uint32_t size;          // words; fewer than LINE at the end of a region
   uint32_t valid, dirty;  // a bit for each word
   bool listed;
   uint32_t data[LINE], epoch[LINE];
@@ -126,7 +126,8 @@ Line* fill_line(Cache& cache, Region* r, uint64_t word) {
   Line* line = touch_line(cache, r, word);
   for (uint32_t i = 0; i < line->size; ++i)
     if (!(line->dirty >> i & 1))
-      line->data[i] = memory_of(r, line->first + i), line->epoch[i] = r->epochs[line->first + i], line->valid |= 1u << i;
+      line->data[i] = memory_of(r, line->first + i), line->epoch[i] = r->epochs[line->first + i],
+      line->valid |= 1u << i;
   return line;
 }
 
@@ -215,7 +216,8 @@ Word load_word(const Fiber& f, Spot at, Scope scope) {
   const StoreQueue& q = *f.wave->stores;
   for (size_t i = q.count; i-- > 0;) {  // a thread sees its own stores
     const Store& s = q.items[i];
-    if (s.lane == f.lane && s.region == at.region && at.word - s.word < s.count) return {s.data[at.word - s.word], s.epoch};
+    if (s.lane == f.lane && s.region == at.region && at.word - s.word < s.count)
+      return {s.data[at.word - s.word], s.epoch};
   }
   Cache& cache = l2[f.wave->block->xcd];
   uint32_t i = at.word % LINE;
@@ -267,8 +269,8 @@ void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
   bool stale = scope == PLAIN && at.region->epochs[at.word] == (wanted == ANY ? w.epoch : wanted);
   report("%s load by block %d (XCD %d) stage %s task %u wants %s of byte %llu of %s and gets that of epoch %u: %s%s",
          scope == PLAIN ? "plain" : "device", self->wave->block->index, self->wave->block->xcd,
-         stage_name(self->place.stage), self->place.task, what, (unsigned long long)at.word * 4, at.region->name, got, why,
-         stale ? ", a stale line: no acquire" : "");
+         stage_name(self->place.stage), self->place.task, what, (unsigned long long)at.word * 4, at.region->name, got,
+         why, stale ? ", a stale line: no acquire" : "");
 }
 
 }  // namespace

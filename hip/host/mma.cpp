@@ -10,7 +10,7 @@ namespace host {
 
 constexpr uint32_t RING = 8;
 
-struct __attribute__((visibility("hidden"))) Product {
+struct Product {
   MmaKind kind;
   uint32_t lanes;  // that have noted it
   AccValues* acc[LANES];
@@ -31,7 +31,8 @@ struct Operands {
 
 // c += x y for `step` k at a time, with one rounding each. Products of two floats are exact in double, so fused or not is
 // the same. Columns lie side by side for the compiler to make vectors of; only `columns` of them are done.
-template <int COLUMNS, bool FUSED> __attribute__((always_inline)) inline void multiply(Operands& o, int k_all, int step) {
+template <int COLUMNS, bool FUSED>
+__attribute__((always_inline)) inline void multiply(Operands& o, int k_all, int step) {
   constexpr int ROWS = COLUMNS == 16 ? 2 : 4;
   for (int row = 0; row < 16; row += ROWS)
     for (int from = 0; from < k_all; from += step) {
@@ -48,14 +49,19 @@ template <int COLUMNS, bool FUSED> __attribute__((always_inline)) inline void mu
         for (int col = 0; col < COLUMNS; ++col) o.c[row + r][col] = (float)sum[r][col];
     }
 }
-template <bool FUSED> __attribute__((always_inline)) inline void multiply(Operands& o, int k_all, int step, int columns) {
-  if (columns <= 4) multiply<4, FUSED>(o, k_all, step);
-  else if (columns <= 8) multiply<8, FUSED>(o, k_all, step);
-  else multiply<16, FUSED>(o, k_all, step);
+template <bool FUSED>
+__attribute__((always_inline)) inline void multiply(Operands& o, int k_all, int step, int columns) {
+  if (columns <= 4)
+    multiply<4, FUSED>(o, k_all, step);
+  else if (columns <= 8)
+    multiply<8, FUSED>(o, k_all, step);
+  else
+    multiply<16, FUSED>(o, k_all, step);
 }
 
 #ifdef X86
-__attribute__((target("avx512f,avx512vl,avx2,fma"))) void multiply_avx512(Operands& o, int k_all, int step, int columns) {
+__attribute__((target("avx512f,avx512vl,avx2,fma"))) void multiply_avx512(Operands& o, int k_all, int step,
+                                                                          int columns) {
   multiply<true>(o, k_all, step, columns);
 }
 __attribute__((target("avx2,fma"))) void multiply_avx2(Operands& o, int k_all, int step, int columns) {
@@ -97,10 +103,14 @@ struct Format {
 };
 Format format_of(MmaKind kind) {
   switch (kind) {
-    case MMA_F32: return {4, 1};
-    case MMA_BF16_K16: return {8, 4};
-    case MMA_BF16_K32: return {8, 8};
-    default: return {16, 8};
+    case MMA_F32:
+      return {4, 1};
+    case MMA_BF16_K16:
+      return {8, 4};
+    case MMA_BF16_K32:
+      return {8, 8};
+    default:
+      return {16, 8};
   }
 }
 

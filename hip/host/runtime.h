@@ -7,7 +7,8 @@
 
 #define HOST_COLD __attribute__((noinline, cold))
 
-namespace host __attribute__((visibility("hidden"))) {
+#pragma GCC visibility push(hidden)  // called directly, not by way of a table
+namespace host {
 
 constexpr int LANES = 64;
 
@@ -123,8 +124,8 @@ template <Scope scope, class T> inline T load(const T* p, uint32_t epoch) {
   return v;
 }
 
-void check_tag(const void* p, uint32_t tag);          // tags of a pair only grow
-void peek(const Fiber&, const void* p, void* pair);   // what this thread would see now
+void check_tag(const void* p, uint32_t tag);         // tags of a pair only grow
+void peek(const Fiber&, const void* p, void* pair);  // what this thread would see now
 HOST_COLD void spins_without_pause();
 extern uint32_t polls_in_turn;
 
@@ -224,3 +225,4 @@ struct Acc {
 };
 
 }  // namespace host
+#pragma GCC visibility pop

@@ -83,8 +83,10 @@ bool wake_spinners(bool whole) {
       uint64_t lanes = 0;
       for (uint64_t spinning = w.spinning; spinning; spinning &= spinning - 1) {
         int lane = __builtin_ctzll(spinning);
-        if (can_go(fibers[index * LANES + lane])) lanes |= 1ull << lane;
-        else if (whole) break;
+        if (can_go(fibers[index * LANES + lane]))
+          lanes |= 1ull << lane;
+        else if (whole)
+          break;
       }
       if (whole && lanes != w.spinning) continue;
       w.looked_at = changes;

@@ -14,8 +14,10 @@ static Region* region_before(uint64_t offset) {
   uint64_t low = 0, high = launch.arena->count;
   while (low < high) {
     uint64_t middle = (low + high) / 2;
-    if (regions[middle].offset <= offset) low = middle + 1;
-    else high = middle;
+    if (regions[middle].offset <= offset)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low ? &regions[low - 1] : nullptr;
 }
@@ -40,13 +42,14 @@ void describe_address(const void* p, char* text, size_t size) {
   const Region* after = r ? r + 1 : launch.arena->regions;
   if (r && offset - r->offset < r->bytes) {
     snprintf(text, size, "byte %llu of %s", (unsigned long long)(offset - r->offset), r->name);
-  } else if (after < end && after->offset - offset <= 4096 && (!r || after->offset - offset < offset - r->offset - r->bytes)) {
+  } else if (after < end && after->offset - offset <= 4096 &&
+             (!r || after->offset - offset < offset - r->offset - r->bytes)) {
     snprintf(text, size, "memory %llu bytes before the beginning of %s", (unsigned long long)(after->offset - offset),
              after->name);
   } else if (r) {
     uint64_t past = offset - r->offset - r->bytes;
-    snprintf(text, size, "memory %llu bytes past the end of %s, which has %llu bytes", (unsigned long long)past, r->name,
-             (unsigned long long)r->bytes);
+    snprintf(text, size, "memory %llu bytes past the end of %s, which has %llu bytes", (unsigned long long)past,
+             r->name, (unsigned long long)r->bytes);
   } else {
     snprintf(text, size, "shared address %p, where nothing is", p);
   }

@@ -27,8 +27,8 @@ const Fiber* last_spinner(int except) {
 }
 
 int say_who(const Fiber& f, char* text, size_t size) {
-  return snprintf(text, size, " block %d thread %d stage %s task %u epoch %u waits for ", f.wave->block->index, f.thread,
-                  stage_name(f.place.stage), f.place.task, f.place.epoch);
+  return snprintf(text, size, " block %d thread %d stage %s task %u epoch %u waits for ", f.wave->block->index,
+                  f.thread, stage_name(f.place.stage), f.place.task, f.place.epoch);
 }
 
 int say_what(const Fiber& f, char* text, size_t size) {

@@ -132,7 +132,9 @@ DEVICE void acquire_system() { acquire_device(); }
 #endif
 #define FP8_FNUZ (MMA_K == 16)
 constexpr int PIECES = 1, ACC = 4;
-struct Frag { u32 w[1][4]; };
+struct Frag {
+  u32 w[1][4];
+};
 using Acc = host::Acc;
 DEVICE int frag_row(int) { return lane_id() % 16; }
 DEVICE int frag_chunk() { return lane_id() / 16; }

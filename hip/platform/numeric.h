@@ -91,7 +91,9 @@ DEVICE f32 fp8_fnuz(u32 byte) {
   f32 v = bits<f32>((byte & 0x7f) << 20) * 0x1p119f;
   return bits<f32>((byte & 0xff) == 0x80 ? 0x7fc00000 : bits<u32>(v) | (byte & 0x80) << 24);
 }
-DEVICE f32 e2m1(u32 nibble) { return bits<f32>(bits<u32>(bits<f32>((nibble & 7) << 22) * 0x1p126f) | (nibble & 8) << 28); }
+DEVICE f32 e2m1(u32 nibble) {
+  return bits<f32>(bits<u32>(bits<f32>((nibble & 7) << 22) * 0x1p126f) | (nibble & 8) << 28);
+}
 DEVICE f32 e8m0(u32 byte) { return bits<f32>(byte == 255 ? 0x7fc00000 : byte == 0 ? 0x00400000 : byte << 23); }
 
 // Nearest even; what is too large becomes the largest number. MAX its byte, BIAS of the exponent.
@@ -132,10 +134,9 @@ DEVICE void frag_fp8_to_bf16(const Frag& f, Frag (&out)[2]) {
   }
 }
 DEVICE void frag_bf16_to_f32(const Frag& f, Frag (&out)[2]) {
-  UNROLL for (int p = 0; p < 2; ++p)
-    UNROLL for (int piece = 0; piece < PIECES; ++piece)
+  UNROLL for (int p = 0; p < 2; ++p) UNROLL for (int piece = 0; piece < PIECES; ++piece)
       UNROLL for (int i = 0; i < 4; ++i) {
-        u32 w = f.w[piece][2 * p + i / 2];
-        out[p].w[piece][i] = i % 2 ? w & 0xffff0000 : w << 16;
-      }
+    u32 w = f.w[piece][2 * p + i / 2];
+    out[p].w[piece][i] = i % 2 ? w & 0xffff0000 : w << 16;
+  }
 }

@@ -47,9 +47,15 @@ DEVICE bool wave_any(bool b) { return __any_sync(~0u, b); }
 
 // Memory. PTX wants the width and the scope in the name of the instruction.
 template <int Bytes> struct RawOf;
-template <> struct RawOf<4> { using Type = u32; };
-template <> struct RawOf<8> { using Type = u64; };
-template <> struct RawOf<16> { using Type = Vec4; };
+template <> struct RawOf<4> {
+  using Type = u32;
+};
+template <> struct RawOf<8> {
+  using Type = u64;
+};
+template <> struct RawOf<16> {
+  using Type = Vec4;
+};
 template <class T> using Raw = typename RawOf<sizeof(T)>::Type;
 template <class To, class From> DEVICE To raw_bits(From from) {
   To to;
@@ -57,42 +63,38 @@ template <class To, class From> DEVICE To raw_bits(From from) {
   return to;
 }
 
-#define SCOPED(suffix, scope)                                                                              \
-  DEVICE void raw_store##suffix(u32* p, u32 v) {                                                           \
-    asm volatile("st.relaxed." scope ".global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");                 \
-  }                                                                                                        \
-  DEVICE void raw_store##suffix(u64* p, u64 v) {                                                           \
-    asm volatile("st.relaxed." scope ".global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");                 \
-  }                                                                                                        \
-  DEVICE void raw_store##suffix(Vec4* p, Vec4 v) {                                                         \
-    asm volatile("st.relaxed." scope ".global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]),          \
-                 "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])                                                     \
-                 : "memory");                                                                              \
-  }                                                                                                        \
-  DEVICE u32 raw_load##suffix(const u32* p) {                                                              \
-    u32 v;                                                                                                 \
-    asm volatile("ld.relaxed." scope ".global.b32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory");               \
-    return v;                                                                                              \
-  }                                                                                                        \
-  DEVICE u64 raw_load##suffix(const u64* p) {                                                              \
-    u64 v;                                                                                                 \
-    asm volatile("ld.relaxed." scope ".global.b64 %0, [%1];" : "=l"(v) : "l"(__cvta_generic_to_global(p)) : "memory");               \
-    return v;                                                                                              \
-  }                                                                                                        \
-  DEVICE Vec4 raw_load##suffix(const Vec4* p) {                                                            \
-    Vec4 v;                                                                                                \
-    asm volatile("ld.relaxed." scope ".global.v4.b32 {%0,%1,%2,%3}, [%4];"                                 \
-                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])                                  \
-                 : "l"(__cvta_generic_to_global(p))                                                                                  \
-                 : "memory");                                                                              \
-    return v;                                                                                              \
-  }                                                                                                        \
-  template <class T> DEVICE void store##suffix(T* p, T v, u32) {                                           \
-    raw_store##suffix((Raw<T>*)p, raw_bits<Raw<T>>(v));                                                    \
-  }                                                                                                        \
-  template <class T> DEVICE T load##suffix(const T* p, u32) {                                              \
-    return raw_bits<T>(raw_load##suffix((const Raw<T>*)p));                                                \
-  }
+#define SCOPED(suffix, scope)                                                                                          \
+  DEVICE void raw_store##suffix(u32* p, u32 v) {                                                                       \
+    asm volatile("st.relaxed." scope ".global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");   \
+  }                                                                                                                    \
+  DEVICE void raw_store##suffix(u64* p, u64 v) {                                                                       \
+    asm volatile("st.relaxed." scope ".global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");   \
+  }                                                                                                                    \
+  DEVICE void raw_store##suffix(Vec4* p, Vec4 v) {                                                                     \
+    asm volatile("st.relaxed." scope ".global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(__cvta_generic_to_global(p)),         \
+                 "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])                                                    \
+                 : "memory");                                                                                          \
+  }                                                                                                                    \
+  DEVICE u32 raw_load##suffix(const u32* p) {                                                                          \
+    u32 v;                                                                                                             \
+    asm volatile("ld.relaxed." scope ".global.b32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)) : "memory"); \
+    return v;                                                                                                          \
+  }                                                                                                                    \
+  DEVICE u64 raw_load##suffix(const u64* p) {                                                                          \
+    u64 v;                                                                                                             \
+    asm volatile("ld.relaxed." scope ".global.b64 %0, [%1];" : "=l"(v) : "l"(__cvta_generic_to_global(p)) : "memory"); \
+    return v;                                                                                                          \
+  }                                                                                                                    \
+  DEVICE Vec4 raw_load##suffix(const Vec4* p) {                                                                        \
+    Vec4 v;                                                                                                            \
+    asm volatile("ld.relaxed." scope ".global.v4.b32 {%0,%1,%2,%3}, [%4];"                                             \
+                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])                                              \
+                 : "l"(__cvta_generic_to_global(p))                                                                    \
+                 : "memory");                                                                                          \
+    return v;                                                                                                          \
+  }                                                                                                                    \
+  template <class T> DEVICE void store##suffix(T* p, T v, u32) { raw_store##suffix((Raw<T>*)p, raw_bits<Raw<T>>(v)); } \
+  template <class T> DEVICE T load##suffix(const T* p, u32) { return raw_bits<T>(raw_load##suffix((const Raw<T>*)p)); }
 SCOPED(_device, "gpu")
 SCOPED(_system, "sys")
 #undef SCOPED
@@ -133,27 +135,33 @@ DEVICE void publish(Pair* p, Pair v) {
 // Tiles: half the lanes of an AMD wave, so each holds a chunk of two rows.
 #define FP8_FNUZ 0
 constexpr int PIECES = 2, ACC = 8;
-struct Frag { u32 w[2][4]; };
-struct Acc { float v[8]; };
+struct Frag {
+  u32 w[2][4];
+};
+struct Acc {
+  float v[8];
+};
 DEVICE int frag_row(int piece) { return lane_id() / 4 + 8 * piece; }
 DEVICE int frag_chunk() { return lane_id() % 4; }
 DEVICE int acc_row(int i) { return lane_id() / 4 + (i & 2) * 4; }
 DEVICE int acc_col(int i) { return lane_id() % 4 * 2 + (i & 1) + (i & 4) * 2; }
 
 DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
-  UNROLL for (int half = 0; half < 2; ++half)     // columns 0..7 and 8..15
-    UNROLL for (int k = 0; k < 4; k += 2) {       // words k and k + 1 of each chunk: 16 of the 32 k
-      float* c = acc.v + 4 * half;
-      asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-          : "r"(a.w[0][k]), "r"(a.w[1][k]), "r"(a.w[0][k + 1]), "r"(a.w[1][k + 1]), "r"(b.w[half][k]),
-            "r"(b.w[half][k + 1]));
-    }
+  UNROLL for (int half = 0; half < 2; ++half)  // columns 0..7 and 8..15
+      UNROLL for (int k = 0; k < 4; k += 2) {  // words k and k + 1 of each chunk: 16 of the 32 k
+    float* c = acc.v + 4 * half;
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.w[0][k]), "r"(a.w[1][k]), "r"(a.w[0][k + 1]), "r"(a.w[1][k + 1]), "r"(b.w[half][k]),
+          "r"(b.w[half][k + 1]));
+  }
 }
 
 // A float as the sum of two with 11 bits of mantissa, which is what the tensor core takes: its own sums then lose
 // nothing of three of the four products, and the fourth is too small to matter.
-struct Split { u32 high, low; };
+struct Split {
+  u32 high, low;
+};
 DEVICE u32 to_tf32(float v) {
   u32 u;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(u) : "f"(v));

@@ -95,12 +95,12 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   }
   DEVICE void load_entries(RowPart at, u32 tag) const {
     constexpr int UNITS = WIDTH_K / PER_16, TOTAL = SPLIT * UNITS, BATCH = 4;
-    int count = entries(at);
+    int count = entries(at), me = thread_id();
     u32 position = load_constant(selected.positions + at.row);
     for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
       Vec4 v[BATCH];
       UNROLL for (int b = 0; b < BATCH; ++b) {
-        int i = from + b * THREADS + thread_id(), entry = i / UNITS;
+        int i = from + b * THREADS + me, entry = i / UNITS;
         v[b] = {};
         if (i >= TOTAL || entry >= count) continue;
         u32 j = at.part * SPLIT + entry;
@@ -109,7 +109,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
         v[b] = load_plain((const Vec4*)((const u8*)cache + byte), j == position ? tag : ANY_EPOCH);
       }
       UNROLL for (int b = 0; b < BATCH; ++b) {
-        int i = from + b * THREADS + thread_id();
+        int i = from + b * THREADS + me;
         if (i >= TOTAL) continue;
         UNROLL for (int w = 0; w < 4; ++w) lds[(ENTRIES16 + i / UNITS * STRIDE16 + i % UNITS) * 4 + w] = v[b].w[w];
       }
@@ -119,8 +119,9 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   DEVICE bool load_queries(Step& s, int row, int group) const {
     constexpr int WORDS = WIDTH_K / 2, TOTAL = 16 * WORDS, BATCH = TOTAL / THREADS < 8 ? TOTAL / THREADS : 8;
     bool ok = true;
+    int me = thread_id();
     for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
-      auto word = [&](int b) { return from + b * THREADS + thread_id(); };
+      auto word = [&](int b) { return from + b * THREADS + me; };
       auto at = [&](int i) {
         int w = word(i / 2) < TOTAL ? word(i / 2) : 0, head = group + w / WORDS, k = w % WORDS * 2 + i % 2;
         if (head >= HEADS) head = HEADS - 1;
@@ -159,7 +160,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   // Softmax numerators of 16 heads x SPLIT entries, two neighbouring entries a thread, to where the queries were.
   DEVICE void probabilities(RowPart at, int group, u32 tag) const {
     static_assert(16 * SPLIT / 2 == THREADS, "");
-    int head = thread_id() / (SPLIT / 2), pair = thread_id() % (SPLIT / 2), count = entries(at);
+    int me = thread_id(), head = me / (SPLIT / 2), pair = me % (SPLIT / 2), count = entries(at);
     f32 most = score(head, 0);
     for (int e = 1; e < count; ++e) {
       f32 x = score(head, e);

@@ -36,12 +36,13 @@ struct CacheEntry {
 // A block's worth of one row's values, two channels a thread and turn.
 template <int N> struct RowValues {
   static constexpr int TURNS = (N / 2 + THREADS - 1) / THREADS;
+  const int me = thread_id();
   f32 v[TURNS][2];
 
-  DEVICE static int channel(int turn) { return 2 * (turn * THREADS + thread_id()); }
+  DEVICE int channel(int turn) const { return 2 * (turn * THREADS + me); }
   DEVICE bool take(Step& s, const PairRows& from, int row) {
     Pair got[2 * TURNS];
-    auto k = [](int i) { return channel(i / 2) < N ? channel(i / 2) + i % 2 : 0; };
+    auto k = [this](int i) { return channel(i / 2) < N ? channel(i / 2) + i % 2 : 0; };
     bool ok = from.take(s, row, k, got);
     UNROLL for (int i = 0; i < 2 * TURNS; ++i) v[i / 2][i % 2] = value_of(got[i]);
     return ok;

@@ -94,16 +94,17 @@ template <class F, int WIDTH_E> struct ExpertsDown {
     int per_place = (end - begin) * F::UNIT / 2, total = (int)s.rows * PLACES * per_place;
     int stride16 = PLACES * (end - begin) * UNIT16 + 1;
     bool ok = true;
+    int me = thread_id();
     for (int from = 0; from < total; from += THREADS * BATCH) {
       Pair got[2 * BATCH];
       auto at = [&](int i) {
-        int w = from + i / 2 * THREADS + thread_id(), k = begin * F::UNIT + w % per_place * 2 + i % 2;
+        int w = from + i / 2 * THREADS + me, k = begin * F::UNIT + w % per_place * 2 + i % 2;
         w = w < total ? w / per_place : 0, k = k < WIDTH_E ? k : i % 2;
         return middle.at(w / PLACES, w % PLACES * WIDTH_E + k);
       };
       ok = ok && s.collect(middle.tag, at, got);
       UNROLL for (int b = 0; b < BATCH; ++b) {
-        int w = from + b * THREADS + thread_id(), k = begin * F::UNIT + w % per_place * 2;
+        int w = from + b * THREADS + me, k = begin * F::UNIT + w % per_place * 2;
         if (w >= total) continue;
         int row = w / per_place / PLACES, place = w / per_place % PLACES;
         int word = (row * stride16 + place * (end - begin) * UNIT16) * 4 + w % per_place * F::ACT_BYTES / 2;

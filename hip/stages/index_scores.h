@@ -63,20 +63,21 @@ template <class F, int HEADS, int DIM> struct IndexScores {
     constexpr int WORDS = HEADS * DIM / 2, BATCH = WORDS / THREADS < 8 ? WORDS / THREADS : 8;
     static_assert(WORDS % (THREADS * BATCH) == 0, "");
     bool ok = true;
+    int me = thread_id();
     for (int from = 0; from < WORDS; from += THREADS * BATCH) {
-      auto k = [&](int i) { return 2 * (from + i / 2 * THREADS + thread_id()) + i % 2; };
+      auto k = [&](int i) { return 2 * (from + i / 2 * THREADS + me) + i % 2; };
       Pair got[2 * BATCH];
       ok = ok && query.take(s, row, k, got);
       UNROLL for (int b = 0; b < BATCH; ++b)
         put_activations<F>(k(2 * b) / DIM * STRIDE16 * 4 + k(2 * b) % DIM * F::ACT_BYTES / 4,
                            {value_of(got[2 * b]), value_of(got[2 * b + 1])});
     }
-    if (thread_id() < HEADS) {
+    if (me < HEADS) {
       Pair w[1];
-      ok = ok && weights.take(s, row, [](int) { return thread_id(); }, w);
-      set_lds_value(WEIGHTS + thread_id(), value_of(w[0]));
+      ok = ok && weights.take(s, row, [&](int) { return me; }, w);
+      set_lds_value(WEIGHTS + me, value_of(w[0]));
     }
-    if (newest && thread_id() == 0) ok = ok && s.wait_flag(cache_flags + row, tag);
+    if (newest && me == 0) ok = ok && s.wait_flag(cache_flags + row, tag);
     return s.all_ok(ok);
   }
   DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {

@@ -107,8 +107,8 @@ template <class F, int K, int GRAIN, class Source> struct Input {
   template <bool STORE, bool SQUARES> DEVICE bool pass(int begin, int end) {
     if (end > PADDED) end = PADDED;
     bool ok = true;
-    int lane = thread_id() % PER_ROW;
-    for (int row = thread_id() / PER_ROW; row < (int)s.rows; row += THREADS / PER_ROW) {
+    int me = thread_id(), lane = me % PER_ROW;
+    for (int row = me / PER_ROW; row < (int)s.rows; row += THREADS / PER_ROW) {
       f32 sum = 0;
       for (int from = begin / 2; from < end / 2; from += PER_ROW * BATCH) {
         // Beyond the end: the last pair again, which costs less than asking each time whether there is one.

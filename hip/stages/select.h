@@ -91,13 +91,13 @@ template <int K> struct Select {
         }
         above += c;
       }
-    int lane = __builtin_ctzll(wave_ballot(here));
+    int lane = lowest_bit(wave_ballot(here));
     take = wave_read(rest, lane);
     return wave_read(found, lane);
   }
   // Each thread has a contiguous stretch of positions, so that places come from two prefix sums.
   template <class Key> DEVICE void write(u32 n, Key key, u32 threshold, u32 take, u32* out, u32 tag) const {
-    u32 stretch = (n + THREADS - 1) / THREADS, begin = thread_id() * stretch, end = begin + stretch;
+    u32 me = thread_id(), stretch = (n + THREADS - 1) / THREADS, begin = me * stretch, end = begin + stretch;
     if (begin > n) begin = n;
     if (end > n) end = n;
     u32 above = 0, equal = 0;
