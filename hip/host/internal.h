@@ -3,7 +3,7 @@
 #include "launch.h"
 #include "runtime.h"
 
-#pragma GCC visibility push(hidden)  // called directly, not by way of a table
+#pragma GCC visibility push(hidden)  // for all that follows: called directly, not by way of a table
 namespace host {
 
 extern Launch launch;  // the one that runs
@@ -55,4 +55,3 @@ size_t mma_bytes(int n_waves);
 void mma_start(Wave&, MmaQueue* all, int index);
 
 }  // namespace host
-#pragma GCC visibility pop

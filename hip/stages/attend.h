@@ -18,8 +18,8 @@ constexpr int SPLIT = 32;
 // Split results, [rows][splits][heads]...; one slot: the next layer's are written after its input is whole, which needs this
 // layer's output, hence the end of every merge.
 struct Partials {
-  f32* out;   // [rows][splits][heads][LATENT]
-  f32* stat;  // [rows][splits][heads][2] maximum, sum
+  f32* out;     // [rows][splits][heads][LATENT]
+  f32* stat;    // [rows][splits][heads][2] maximum, sum
   Pair* flags;  // [rows][splits]
 };
 
@@ -125,7 +125,8 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       auto at = [&](int i) {
         int w = word(i / 2) < TOTAL ? word(i / 2) : 0, head = group + w / WORDS, k = w % WORDS * 2 + i % 2;
         if (head >= HEADS) head = HEADS - 1;
-        return k < LATENT ? latent_query.at(row, head * LATENT + k) : query.at(row, head * (NOPE + ROPE) + NOPE + k - LATENT);
+        return k < LATENT ? latent_query.at(row, head * LATENT + k)
+                          : query.at(row, head * (NOPE + ROPE) + NOPE + k - LATENT);
       };
       Pair got[2 * BATCH];
       ok = ok && s.collect(query.tag, at, got);
@@ -150,7 +151,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       F::multiply(act_frag(at, k16 + frag_chunk()), columns, k16, acc);
     }
     UNROLL for (int i = 0; i < ACCS; ++i)
-      set_lds_value(SCORES + (part * 16 + acc_col(i)) * SPLIT + tile * 16 + acc_row(i), acc.v[i]);
+        set_lds_value(SCORES + (part * 16 + acc_col(i)) * SPLIT + tile * 16 + acc_row(i), acc.v[i]);
   }
   DEVICE f32 score(int head, int entry) const {
     f32 sum = 0;
@@ -192,16 +193,14 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       Acc acc = {};
       UNROLL for (int step = 0; step < STEPS; ++step) {
         Frag values;
-        UNROLL for (int p = 0; p < PIECES; ++p)
-          UNROLL for (int i = 0; i < 4; ++i)
-            values.w[p][i] = channel(step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4, tile * 16 + frag_row(p));
+        UNROLL for (int p = 0; p < PIECES; ++p) UNROLL for (int i = 0; i < 4; ++i) values.w[p][i] =
+            channel(step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4, tile * 16 + frag_row(p));
         F::multiply(values, columns, step * F::COLUMNS / PER_16, acc);
         if constexpr (F::ACT_BYTES == 2) F::multiply(values, columns, P_LOW16 + step * F::COLUMNS / PER_16, acc);
       }
-      UNROLL for (int i = 0; i < ACCS; ++i)
-        if (int head = group + acc_col(i); head < HEADS)
-          store_plain(partials.out + (((u64)at.row * MAX_SPLITS + at.part) * HEADS + head) * LATENT + tile * 16 + acc_row(i),
-                      acc.v[i], tag);
+      UNROLL for (int i = 0; i < ACCS; ++i) if (int head = group + acc_col(i); head < HEADS) store_plain(
+          partials.out + (((u64)at.row * MAX_SPLITS + at.part) * HEADS + head) * LATENT + tile * 16 + acc_row(i),
+          acc.v[i], tag);
     }
   }
   // A word of the A operand: channel c of entry e (and of the next, where two share a word).

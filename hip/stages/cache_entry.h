@@ -49,8 +49,7 @@ template <int N> struct RowValues {
   }
   template <class Term> DEVICE f32 sum(Term term) const {
     f32 mine = 0;
-    UNROLL for (int t = 0; t < TURNS; ++t)
-      if (channel(t) < N) mine += term(v[t][0]) + term(v[t][1]);
+    UNROLL for (int t = 0; t < TURNS; ++t) if (channel(t) < N) mine += term(v[t][0]) + term(v[t][1]);
     block_barrier();  // since the last block_sum
     return block_sum(mine);
   }
@@ -67,7 +66,8 @@ DEVICE void write_index_key(const RowValues<INDEX>& key, const CacheEntry& e, u3
     if (c >= INDEX) continue;
     f32 v[2];
     for (int j = 0; j < 2; ++j)
-      v[j] = (key.v[t][j] - mean) * scale * load_constant(e.index_norm + c + j) + load_constant(e.index_norm + INDEX + c + j);
+      v[j] = (key.v[t][j] - mean) * scale * load_constant(e.index_norm + c + j) +
+             load_constant(e.index_norm + INDEX + c + j);
     if (c < ROPE) rotate<ROPE>(e.rope, position, c, v);
     put_cache<F>(e.index_cache, slot * INDEX + c, v, tag);
   }
@@ -77,8 +77,9 @@ DEVICE void write_index_key(const RowValues<INDEX>& key, const CacheEntry& e, u3
 //   in   kv [row][LATENT + ROPE] and index [row][INDEX ...] as tagged pairs
 //   out  the row's entries of the two caches, written through, flag [row]
 //   read by  attention and index scores of this layer in this step, after the flag; by later launches without
-template <class F, int LATENT, int ROPE, int INDEX>
-DEVICE bool write_cache(Step& s, u32 stage, u32 tag, const PairRows& kv, const PairRows& index, const CacheEntry& e, Pair* flags) {
+template <class F, int LATENT, int ROPE, int INDEX> DEVICE bool write_cache(Step& s, u32 stage, u32 tag,
+                                                                            const PairRows& kv, const PairRows& index,
+                                                                            const CacheEntry& e, Pair* flags) {
   for (int row = s.first_task(); row < (int)s.rows; row += n_blocks()) {
     s.begin(stage, row, tag);
     u32 position = load_constant(e.positions + row);
@@ -90,8 +91,8 @@ DEVICE bool write_cache(Step& s, u32 stage, u32 tag, const PairRows& kv, const P
     if (!s.all_ok(ok)) return false;
 
     f32 squares_of_latent = 0;
-    UNROLL for (int t = 0; t < entry.TURNS; ++t)
-      if (entry.channel(t) < LATENT) squares_of_latent += entry.v[t][0] * entry.v[t][0] + entry.v[t][1] * entry.v[t][1];
+    UNROLL for (int t = 0; t < entry.TURNS; ++t) if (entry.channel(t) < LATENT) squares_of_latent +=
+        entry.v[t][0] * entry.v[t][0] + entry.v[t][1] * entry.v[t][1];
     f32 scale = 1.f / __builtin_sqrtf(block_sum(squares_of_latent) / LATENT + e.latent_eps);
     UNROLL for (int t = 0; t < entry.TURNS; ++t) {
       int c = entry.channel(t);

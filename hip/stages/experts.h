@@ -72,8 +72,8 @@ template <class F, int WIDTH_E> struct ExpertsDown {
   }
   // All units of the wave in [begin, end). The ring turns as a whole, so that its indices are constants: what a chunk leaves
   // over is used up by shifting.
-  DEVICE void multiply(const Step& s, Unit<F> (&ring)[AHEAD], Cursor& loading, Cursor& use, int begin, int end, int task,
-                       Acc& acc) const {
+  DEVICE void multiply(const Step& s, Unit<F> (&ring)[AHEAD], Cursor& loading, Cursor& use, int begin, int end,
+                       int task, Acc& acc) const {
     int stride16 = PLACES * (end - begin) * UNIT16 + 1;
     while (use.valid() && use.unit < end) {
       int at[PIECES], expert = use.expert();

@@ -23,8 +23,8 @@ template <class F, int HEADS, int DIM> struct IndexScores {
   const Pair* cache_flags;  // [rows]
   f32* scores;              // [rows][stride]
   u64 stride;
-  Pair* flags;              // [rows][max_pages]
-  u32 longer_than;          // rows with more positions than this have scores
+  Pair* flags;      // [rows][max_pages]
+  u32 longer_than;  // rows with more positions than this have scores
 
   DEVICE int parts(int row) const {
     u32 n = load_constant(positions + row) + 1;
@@ -69,8 +69,8 @@ template <class F, int HEADS, int DIM> struct IndexScores {
       Pair got[2 * BATCH];
       ok = ok && query.take(s, row, k, got);
       UNROLL for (int b = 0; b < BATCH; ++b)
-        put_activations<F>(k(2 * b) / DIM * STRIDE16 * 4 + k(2 * b) % DIM * F::ACT_BYTES / 4,
-                           {value_of(got[2 * b]), value_of(got[2 * b + 1])});
+          put_activations<F>(k(2 * b) / DIM * STRIDE16 * 4 + k(2 * b) % DIM * F::ACT_BYTES / 4,
+                             {value_of(got[2 * b]), value_of(got[2 * b + 1])});
     }
     if (me < HEADS) {
       Pair w[1];
@@ -83,20 +83,19 @@ template <class F, int HEADS, int DIM> struct IndexScores {
   DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {
     u64 first = pages.slot(at.row, at.part * PAGE + group * 16);
     Frag keys[STEPS];
-    UNROLL for (int step = 0; step < STEPS; ++step)
-      UNROLL for (int p = 0; p < PIECES; ++p) {
-        u64 byte = ((first + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
-        bool newest = (u32)(at.part * PAGE + group * 16 + frag_row(p)) == position;
-        Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
-        UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
-      }
+    UNROLL for (int step = 0; step < STEPS; ++step) UNROLL for (int p = 0; p < PIECES; ++p) {
+      u64 byte = ((first + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
+      bool newest = (u32)(at.part * PAGE + group * 16 + frag_row(p)) == position;
+      Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
+      UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
+    }
     for (int heads = 0; heads < HEADS; heads += 16) {
       Acc acc = {};
       int columns[PIECES];
       UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = (heads + frag_row(p)) * STRIDE16;
       UNROLL for (int step = 0; step < STEPS; ++step) F::multiply(keys[step], columns, step * F::COLUMNS / PER_16, acc);
       UNROLL for (int i = 0; i < ACCS; ++i)
-        set_lds_value(DOTS + (group * 16 + acc_row(i)) * HEADS + heads + acc_col(i), acc.v[i]);
+          set_lds_value(DOTS + (group * 16 + acc_row(i)) * HEADS + heads + acc_col(i), acc.v[i]);
     }
   }
 };

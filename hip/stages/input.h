@@ -42,7 +42,7 @@ template <class Table, int HIDDEN> struct Residual {
 };
 
 // Sums of squares of the last normalized input, each wave's share. Valid from the barrier that ends its fill() to the next.
-SHARED(f32, squares, ROWS * WAVES);
+SHARED(f32, squares, ROWS* WAVES);
 
 template <class Inner> struct Normed {
   static constexpr bool NORM = true;
@@ -62,7 +62,11 @@ DEVICE f32 inverse_rms(int row, int k, f32 eps) {
 template <class F, int K, int GRAIN, class Source> struct Input {
   static constexpr int PADDED = padded<F>(K), PER_16 = 16 / F::ACT_BYTES;
   static constexpr int NEED = (K + 1) / 2 < 16 ? 16 : (K + 1) / 2;  // threads that a row can use
-  static constexpr int PER_ROW = Source::NORM || NEED >= THREADS ? THREADS : NEED >= 128 ? 128 : NEED >= 64 ? 64 : NEED >= 32 ? 32 : 16;
+  static constexpr int PER_ROW = Source::NORM || NEED >= THREADS ? THREADS
+                                 : NEED >= 128                   ? 128
+                                 : NEED >= 64                    ? 64
+                                 : NEED >= 32                    ? 32
+                                                                 : 16;
   static constexpr int TURNS = (PADDED / 2 + PER_ROW - 1) / PER_ROW, BATCH = TURNS < 8 ? TURNS : 8;
   static_assert(ROWS * (GRAIN * F::ACT_BYTES / 16 + 1) <= ACT_WORDS / 4, "a chunk of all rows has to fit in LDS");
 

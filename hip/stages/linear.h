@@ -11,7 +11,8 @@
 #include "stages/input.h"
 
 template <class F, int K, int MATRICES, class In, class Exists, class RowsOf, class Aim, class Sink>
-DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exists exists, RowsOf rows_of, Aim aim, Sink sink) {
+DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exists exists, RowsOf rows_of, Aim aim,
+                         Sink sink) {
   using Mine = Slice<F, K, F::AHEAD / MATRICES>;
   for (int task = s.first_task(); task < tasks; task += n_blocks()) {
     s.begin(stage, task, tag);
@@ -49,7 +50,7 @@ template <class F, int K, int MATRICES = 1, class Source> DEVICE auto input_for(
 // The usual case: one matrix, the same input for all tasks.
 template <class F, int K, class In, class RowsOf, class Sink>
 DEVICE bool linear(Step& s, u32 stage, u32 tag, int tasks, In& input, RowsOf rows_of, Sink sink) {
-  return linear_tasks<F, K, 1>(s, stage, tag, tasks, input, [](int) { return true; },
-                               [&](int task, int) { return rows_of(task); }, [](In&, int) {},
-                               [&](int task, int row, int n, const f32(&v)[1][2]) { sink(task, row, n, v[0]); });
+  return linear_tasks<F, K, 1>(
+      s, stage, tag, tasks, input, [](int) { return true; }, [&](int task, int) { return rows_of(task); },
+      [](In&, int) {}, [&](int task, int row, int n, const f32(&v)[1][2]) { sink(task, row, n, v[0]); });
 }

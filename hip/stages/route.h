@@ -10,15 +10,17 @@
 #include "stages/input.h"
 #include "stages/select.h"
 
-SHARED(u32, route_expert, ROWS * TOP_K);
-SHARED(f32, route_weight, ROWS * TOP_K);
+SHARED(u32, route_expert, ROWS* TOP_K);
+SHARED(f32, route_weight, ROWS* TOP_K);
 SHARED(u32, route_place, EXPERTS * 2);  // 4 bits a row: 1 + its place in the row's choice, 0: not chosen
 SHARED(u32, route_active, EXPERTS);     // the union
 SHARED(u32, route_count, 1);
 static_assert(ROWS == 16 && TOP_K < 15, "route_place has 4 bits a row");
 
 // Which place an expert has in a row's choice, -1: none.
-DEVICE int place_in_row(int expert, int row) { return (int)(route_place[expert * 2 + row / 8] >> row % 8 * 4 & 15) - 1; }
+DEVICE int place_in_row(int expert, int row) {
+  return (int)(route_place[expert * 2 + row / 8] >> row % 8 * 4 & 15) - 1;
+}
 
 struct Route {
   PairRows logits;  // [rows][EXPERTS]
@@ -68,8 +70,7 @@ struct Route {
       best = wave_max(best);
       u32 winner = 0xffffffffu - (u32)best;
       f32 of_winner = 0;
-      UNROLL for (int i = 0; i < MINE; ++i)
-        if (key[i] == best) of_winner = score[i], key[i] = 0;
+      UNROLL for (int i = 0; i < MINE; ++i) if (key[i] == best) of_winner = score[i], key[i] = 0;
       of_winner = bits<f32>(wave_read(bits<u32>(of_winner), winner % WIDTH));
       sum += of_winner;
       if (lane_id() == k) chosen = of_winner, expert = winner;

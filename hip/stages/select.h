@@ -43,7 +43,8 @@ template <int K> struct Select {
       u32 n = load_constant(positions + row) + 1;
       if (n <= K) continue;
       s.begin(stage, row, tag);
-      if (!s.wait_flags((n + PAGE - 1) / PAGE, tag, [&](int page) { return score_flags + row * max_pages + page; })) return false;
+      if (!s.wait_flags((n + PAGE - 1) / PAGE, tag, [&](int page) { return score_flags + row * max_pages + page; }))
+        return false;
       acquire_device();
       auto key = [&](u32 j) { return order_key(load_plain(scores + row * stride + j, tag)); };
       u32 take = K;  // of those equal to the threshold, once it is complete

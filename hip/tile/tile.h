@@ -78,11 +78,19 @@ struct Fp8 {
 };
 
 // What activations are rounded to for weights of a format, and the format that takes a matrix with exact activations.
-template <class F> struct ActivationsOfFormat { using Type = Bf16; };
-template <> struct ActivationsOfFormat<F32> { using Type = F32; };
+template <class F> struct ActivationsOfFormat {
+  using Type = Bf16;
+};
+template <> struct ActivationsOfFormat<F32> {
+  using Type = F32;
+};
 template <class F> using ActivationsOf = typename ActivationsOfFormat<F>::Type;
-template <class F> struct WideOfFormat { using Type = F; };
-template <> struct WideOfFormat<Bf16> { using Type = Bf16Wide; };
+template <class F> struct WideOfFormat {
+  using Type = F;
+};
+template <> struct WideOfFormat<Bf16> {
+  using Type = Bf16Wide;
+};
 template <class F> using Wide = typename WideOfFormat<F>::Type;
 
 template <class F> DEVICE constexpr int padded(int k) { return (k + F::UNIT - 1) / F::UNIT * F::UNIT; }
@@ -107,8 +115,7 @@ template <class F, int K> DEVICE TileRow<F> tile_row(const void* tiles, const f3
   constexpr u64 ROW_BYTES = (u64)padded<F>(K) / F::COLUMNS * TILE_BYTES;
   u64 rows = (n + TILE_ROWS - 1) / TILE_ROWS;
   const f32* of_rows = nullptr;
-  if constexpr (F::SCALED)
-    of_rows = scales + (matrix * ((n + 127) / 128) + row * TILE_ROWS / 128) * ((K + 127) / 128);
+  if constexpr (F::SCALED) of_rows = scales + (matrix * ((n + 127) / 128) + row * TILE_ROWS / 128) * ((K + 127) / 128);
   return {(const u8*)tiles + (matrix * rows + row) * ROW_BYTES, of_rows};
 }
 
@@ -138,7 +145,7 @@ template <class F> struct Unit {
 template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
   static constexpr int UNITS = padded<F>(K) / F::UNIT, TURNS = (UNITS + WAVES - 1) / WAVES;
   static constexpr int AHEAD = TURNS < AT_MOST ? TURNS : AT_MOST;
-  static constexpr bool EVEN = UNITS % WAVES == 0;  // every wave has a unit in every turn
+  static constexpr bool EVEN = UNITS % WAVES == 0;       // every wave has a unit in every turn
   static constexpr int GRAIN = F::UNIT * WAVES * AHEAD;  // activations may come in chunks that are multiples of this
   TileRow<F> row;
   Unit<F> ring[AHEAD];
@@ -154,8 +161,7 @@ template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
   // Adds the products of k in [begin, end) whose activations are in LDS from at[piece] on.
   DEVICE void run(const int (&at)[PIECES], int begin, int end, Acc& acc) {
     int first = begin / (F::UNIT * WAVES), last = (end + F::UNIT * WAVES - 1) / (F::UNIT * WAVES);
-    for (int turn = first; turn < last; turn += AHEAD)
-      UNROLL for (int i = 0; i < AHEAD; ++i) {
+    for (int turn = first; turn < last; turn += AHEAD) UNROLL for (int i = 0; i < AHEAD; ++i) {
         int unit = (turn + i) * WAVES + wave_id();
         if (turn + i < last && (EVEN || unit < UNITS)) {
           ring[i].multiply(at, (unit * F::UNIT - begin) * F::ACT_BYTES / 16, acc);
@@ -168,7 +174,7 @@ template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
 // Each wave leaves its share of a tile in LDS; `half` 0 or 1.
 DEVICE void leave_part(const Acc& acc, int half) {
   UNROLL for (int i = 0; i < ACCS; ++i)
-    set_lds_value(ACT_WORDS + ((half * WAVES + wave_id()) * 16 + acc_col(i)) * TILE_ROWS + acc_row(i), acc.v[i]);
+      set_lds_value(ACT_WORDS + ((half * WAVES + wave_id()) * 16 + acc_col(i)) * TILE_ROWS + acc_row(i), acc.v[i]);
 }
 // The sum over waves, in their order.
 DEVICE f32 sum_parts(int half, int row, int n) {

@@ -95,8 +95,8 @@ struct Decode {
   // A tile of one of several matrices that share a stage, and where its outputs go.
   struct Tile {
     const Matrix matrix;
-    int rows, row;    // output rows of the matrix; tile row
-    Pair* out;        // [ROWS][width], at the tile's first output
+    int rows, row;  // output rows of the matrix; tile row
+    Pair* out;      // [ROWS][width], at the tile's first output
     int width;
   };
   DEVICE static Tile tile(const Matrix& m, int rows, int row, Pair* region, int width) {
@@ -125,7 +125,8 @@ struct Decode {
 
     auto exact = input_for<Wide<Island>, HIDDEN>(s, Normed<X>{x(2 * layer), w->attention_norm});
     auto weights = [&](int task) {
-      return tile(copy_of(&w->index_weights), INDEX_HEADS, task, slot(a->down_index, layer, INDEX_OUT) + INDEX_DIM, INDEX_OUT);
+      return tile(copy_of(&w->index_weights), INDEX_HEADS, task, slot(a->down_index, layer, INDEX_OUT) + INDEX_DIM,
+                  INDEX_OUT);
     };
     return linear<Wide<Island>, HIDDEN>(
         s, DOWN, t, INDEX_HEADS / TILE_ROWS, exact,
@@ -144,8 +145,8 @@ struct Decode {
   DEVICE bool cache_entry(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = attention_tag(layer);
-    CacheEntry entry{w->kv_a_norm, w->index_k_norm, LATENT_NORM_EPS, INDEX_NORM_EPS, a->rope, a->positions, pages,
-                     w->latent_cache, w->index_cache};
+    CacheEntry entry{w->kv_a_norm, w->index_k_norm, LATENT_NORM_EPS, INDEX_NORM_EPS, a->rope,
+                     a->positions, pages,           w->latent_cache, w->index_cache};
     return write_cache<Act, KV_LORA, ROPE, INDEX_DIM>(s, CACHE_ENTRY, t, {slot(a->down_kv, layer, ENTRY), ENTRY, t},
                                                       {slot(a->down_index, layer, INDEX_OUT), INDEX_OUT, t}, entry,
                                                       a->cache_flags);
@@ -162,9 +163,11 @@ struct Decode {
       constexpr int INDEX_Q = INDEX_HEADS * INDEX_DIM;
       return tile(copy_of(&w->index_q), INDEX_Q, task - QS, slot(a->index_query, layer, INDEX_Q), INDEX_Q);
     };
-    auto input = input_for<Linear, Q_LORA>(s, Normed<PairRows>{{slot(a->down_q, layer, Q_LORA), Q_LORA, t}, w->q_a_norm});
+    auto input =
+        input_for<Linear, Q_LORA>(s, Normed<PairRows>{{slot(a->down_q, layer, Q_LORA), Q_LORA, t}, w->q_a_norm});
     return linear<Linear, Q_LORA>(
-        s, QUERY, t, QS + (scored ? INDEXES : 0), input, [&](int task) { return rows_of_tile<Linear, Q_LORA>(of(task)); },
+        s, QUERY, t, QS + (scored ? INDEXES : 0), input,
+        [&](int task) { return rows_of_tile<Linear, Q_LORA>(of(task)); },
         [&](int task, int row, int n, const f32(&v)[2]) {
           f32 scale = inverse_rms(row, Q_LORA, LATENT_NORM_EPS), q[2] = {v[0] * scale, v[1] * scale};
           int channel = task * TILE_ROWS + n;  // the rotated ones: last of a head, first of an index head
@@ -180,14 +183,21 @@ struct Decode {
     IndexScores<Act, INDEX_HEADS, INDEX_DIM> scores{
         {slot(a->index_query, layer, INDEX_HEADS * INDEX_DIM), INDEX_HEADS * INDEX_DIM, t},
         {slot(a->down_index, layer, INDEX_OUT) + INDEX_DIM, INDEX_OUT, t},
-        w->index_cache, pages, a->positions, a->cache_flags, a->index_scores, score_stride(), a->score_flags, INDEX_TOPK};
+        w->index_cache,
+        pages,
+        a->positions,
+        a->cache_flags,
+        a->index_scores,
+        score_stride(),
+        a->score_flags,
+        INDEX_TOPK};
     return scores.run(s, INDEX_SCORES, t);
   }
   DEVICE u64 score_stride() const { return (u64)a->max_pages * PAGE; }
 
   DEVICE bool select(u32 layer) {
-    Select<INDEX_TOPK> best{a->index_scores, score_stride(), a->positions, a->score_flags, a->max_pages, a->selection,
-                            a->selection_flags};
+    Select<INDEX_TOPK> best{a->index_scores, score_stride(), a->positions,      a->score_flags,
+                            a->max_pages,    a->selection,   a->selection_flags};
     return best.run(s, SELECT, attention_tag(layer));
   }
 
@@ -196,10 +206,12 @@ struct Decode {
     a = fresh(a);
     u32 t = attention_tag(layer);
     PairRows from{slot(a->query, layer, HEADS * Q_HEAD), HEADS * Q_HEAD, t};
-    return per_head<NOPE>(LATENT_QUERY, t, from, Q_HEAD, copy_of(&w->key_up), KV_LORA, slot(a->latent_query, layer, HEADS * KV_LORA));
+    return per_head<NOPE>(LATENT_QUERY, t, from, Q_HEAD, copy_of(&w->key_up), KV_LORA,
+                          slot(a->latent_query, layer, HEADS * KV_LORA));
   }
   // A matrix [n][K] per head: task = (head, tile), in head * stride, out [row][head][n].
-  template <int K> DEVICE bool per_head(Stage stage, u32 t, const PairRows& from, int stride, const Matrix& m, int n, Pair* out) {
+  template <int K>
+  DEVICE bool per_head(Stage stage, u32 t, const PairRows& from, int stride, const Matrix& m, int n, Pair* out) {
     int tiles = n / TILE_ROWS;
     auto input = input_for<Absorbed, K>(s, from);
     using In = decltype(input);
@@ -220,8 +232,13 @@ struct Decode {
     u32 t = attention_tag(layer);
     Attention attention{{slot(a->latent_query, layer, HEADS * KV_LORA), HEADS * KV_LORA, t},
                         {slot(a->query, layer, HEADS * Q_HEAD), HEADS * Q_HEAD, t},
-                        w->latent_cache, pages, selected(), a->cache_flags, a->selection_flags,
-                        attention_tag(selection_layer), partials()};
+                        w->latent_cache,
+                        pages,
+                        selected(),
+                        a->cache_flags,
+                        a->selection_flags,
+                        attention_tag(selection_layer),
+                        partials()};
     return attention.run(s, ATTEND, t);
   }
   DEVICE bool merge_parts(u32 layer) {
@@ -234,7 +251,8 @@ struct Decode {
     a = fresh(a);
     u32 t = attention_tag(layer);
     PairRows from{slot(a->latent_out, layer, HEADS * KV_LORA), HEADS * KV_LORA, t};
-    return per_head<KV_LORA>(VALUE_UP, t, from, KV_LORA, copy_of(&w->value_up), V_DIM, slot(a->attention_out, layer, HEADS * V_DIM));
+    return per_head<KV_LORA>(VALUE_UP, t, from, KV_LORA, copy_of(&w->value_up), V_DIM,
+                             slot(a->attention_out, layer, HEADS * V_DIM));
   }
 
   // in attention of all heads, x(2l);  out x(2l + 1).

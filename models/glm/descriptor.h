@@ -41,44 +41,45 @@ struct LayerWeights {
 };
 
 struct DecodeArgs {
-  u32 version;                 // DESCRIPTOR_VERSION
-  u32 rows;                    // 1 to ROWS
-  u32 layer_begin, layer_end;  // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
-  u32 layers;                  // of the whole model
-  u32 epoch;                   // tags of this step are epoch + 1 ... epoch + 2 * layers + 2; grows by that much each step
-  u32 poll_limit;              // polls before a wait gives up
-  u32 max_pages;               // stride of block_table
-  u32 rank;                    // for error reports
-  const u32* tokens_in;        // [ROWS] the tokens to run
-  const u32* positions;        // [ROWS] their positions, which are also the number of cached tokens before them
-  const u32* block_table;      // [ROWS][max_pages] page numbers
-  const f32* rope;             // [positions][ROPE / 2][2] cos, sin
-  const void* embedding;       // ISLAND [VOCAB][H], row-major
-  const f32* final_norm;       // [H]
-  Matrix head;                 // ISLAND [VOCAB][H]
-  const LayerWeights* weights; // [layers]
+  u32 version;  // DESCRIPTOR_VERSION
+  u32 rows;     // 1 to ROWS
+  u32 layer_begin,
+      layer_end;           // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
+  u32 layers;              // of the whole model
+  u32 epoch;               // tags of this step are epoch + 1 ... epoch + 2 * layers + 2; grows by that much each step
+  u32 poll_limit;          // polls before a wait gives up
+  u32 max_pages;           // stride of block_table
+  u32 rank;                // for error reports
+  const u32* tokens_in;    // [ROWS] the tokens to run
+  const u32* positions;    // [ROWS] their positions, which are also the number of cached tokens before them
+  const u32* block_table;  // [ROWS][max_pages] page numbers
+  const f32* rope;         // [positions][ROPE / 2][2] cos, sin
+  const void* embedding;   // ISLAND [VOCAB][H], row-major
+  const f32* final_norm;   // [H]
+  Matrix head;             // ISLAND [VOCAB][H]
+  const LayerWeights* weights;  // [layers]
   // Hand-off regions. Two slots where the shape begins with [2]; decode.hip says why that is enough.
-  Pair* x;                     // [2][ROWS][H] residual stream
-  Pair* down_q;                // [2][ROWS][Q_LORA]
-  Pair* down_kv;               // [2][ROWS][KV_LORA + ROPE]
-  Pair* down_index;            // [2][ROWS][INDEX_DIM + INDEX_HEADS] index key, index head weights
-  Pair* query;                 // [2][ROWS][HEADS][NOPE + ROPE]
-  Pair* index_query;           // [2][ROWS][INDEX_HEADS][INDEX_DIM]
-  Pair* latent_query;          // [2][ROWS][HEADS][KV_LORA]
-  f32* index_scores;           // [ROWS][max_pages * PAGE] bulk, written through
-  u32* selection;              // [ROWS][INDEX_TOPK] bulk, written through: selected positions, ascending
-  f32* partial_out;            // [ROWS][SPLITS][HEADS][KV_LORA] bulk, plain + release
-  f32* partial_stat;           // [ROWS][SPLITS][HEADS][2] maximum and sum, as partial_out
-  Pair* latent_out;            // [2][ROWS][HEADS][KV_LORA]
-  Pair* attention_out;         // [2][ROWS][HEADS][V_DIM]
-  Pair* router_scores;         // [2][ROWS][E]
-  Pair* middle;                // [2][ROWS][MIDDLE] activations between gate/up and down
-  Pair* best;                  // [n_blocks][ROWS][2] each block's best logit: value, token
-  Pair* cache_flags;           // [ROWS] flag: this step's cache entry of the layer is written
-  Pair* score_flags;           // [ROWS][max_pages] flag: the scores of this page are written
-  Pair* selection_flags;       // [ROWS] flag
-  Pair* partial_flags;         // [ROWS][SPLITS] flag
-  u32* error;                  // [8] claimed, rank, block, stage, task, expected, seen, 0
-  f32* logits;                 // [ROWS][VOCAB], written if not null
-  u32* tokens_out;             // [ROWS]
+  Pair* x;                // [2][ROWS][H] residual stream
+  Pair* down_q;           // [2][ROWS][Q_LORA]
+  Pair* down_kv;          // [2][ROWS][KV_LORA + ROPE]
+  Pair* down_index;       // [2][ROWS][INDEX_DIM + INDEX_HEADS] index key, index head weights
+  Pair* query;            // [2][ROWS][HEADS][NOPE + ROPE]
+  Pair* index_query;      // [2][ROWS][INDEX_HEADS][INDEX_DIM]
+  Pair* latent_query;     // [2][ROWS][HEADS][KV_LORA]
+  f32* index_scores;      // [ROWS][max_pages * PAGE] bulk, written through
+  u32* selection;         // [ROWS][INDEX_TOPK] bulk, written through: selected positions, ascending
+  f32* partial_out;       // [ROWS][SPLITS][HEADS][KV_LORA] bulk, plain + release
+  f32* partial_stat;      // [ROWS][SPLITS][HEADS][2] maximum and sum, as partial_out
+  Pair* latent_out;       // [2][ROWS][HEADS][KV_LORA]
+  Pair* attention_out;    // [2][ROWS][HEADS][V_DIM]
+  Pair* router_scores;    // [2][ROWS][E]
+  Pair* middle;           // [2][ROWS][MIDDLE] activations between gate/up and down
+  Pair* best;             // [n_blocks][ROWS][2] each block's best logit: value, token
+  Pair* cache_flags;      // [ROWS] flag: this step's cache entry of the layer is written
+  Pair* score_flags;      // [ROWS][max_pages] flag: the scores of this page are written
+  Pair* selection_flags;  // [ROWS] flag
+  Pair* partial_flags;    // [ROWS][SPLITS] flag
+  u32* error;             // [8] claimed, rank, block, stage, task, expected, seen, 0
+  f32* logits;            // [ROWS][VOCAB], written if not null
+  u32* tokens_out;        // [ROWS]
 };
