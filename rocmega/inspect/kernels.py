@@ -191,11 +191,17 @@ def _sass(path: Path, kernel: str) -> Counter[str]:
     tool = shutil.which("nvdisasm")
     if tool is None:
         return Counter()
-    done = subprocess.run([tool, "-c", "-plr", str(path)], capture_output=True, text=True, errors="replace")
+    done = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, errors="replace")
+    return sass_names(done.stdout, kernel)
+
+
+def sass_names(text: str, kernel: str) -> Counter[str]:
+    """Counts the instructions of a kernel in nvdisasm's text, by name with its modifiers."""
     found, inside = Counter[str](), False
-    for line in done.stdout.splitlines():
-        if line.startswith(".text."):
-            inside = line.strip() == f".text.{kernel}:"
+    for line in text.splitlines():
+        label = re.match(r"\.text\.([\w$]+):", line)
+        if label:
+            inside = label[1] == kernel
         match = re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)
         if inside and match:
             found[match[1]] += 1

@@ -116,12 +116,12 @@ def test_one_block_too_many_is_refused(driver: GpuDriver, meet) -> None:
 def test_shared_memory_is_not_torchs(driver: GpuDriver) -> None:
     before = torch.cuda.memory_reserved(driver.device)
     with driver.shared("x", 1 << 24) as buffer:
+        assert torch.cuda.memory_reserved(driver.device) == before
         assert buffer.tensor.device == driver.device
         assert buffer.tensor.data_ptr() == buffer.address
         assert not buffer.tensor.any()
         buffer.tensor.fill_(3)
         assert int(buffer.tensor.sum(dtype=torch.int64)) == 3 << 24
-    assert torch.cuda.memory_reserved(driver.device) - before < 1 << 24
 
 
 def _peer(handle: bytes, nbytes: int, said) -> None:

@@ -12,7 +12,7 @@ from rocmega.errors import ToolchainError
 from rocmega.inspect import KernelReport, inspect_code_object, report, table
 from rocmega.inspect.assembly import count, functions
 from rocmega.inspect.elf import Elf, unpack
-from rocmega.inspect.kernels import waves_per_simd
+from rocmega.inspect.kernels import sass_names, waves_per_simd
 from rocmega.toolchain import Unit
 
 AMD = pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -208,6 +208,23 @@ def test_nvidia(build) -> None:
     assert (kernel.name, kernel.arch, kernel.scratch_bytes, kernel.vgpr_spills) == ("k", "sm_90", 0, 0)
     assert kernel.vgpr > 2
     assert kernel.code_bytes > 64
+
+
+def test_sass() -> None:
+    text = """
+\t.section\t.text.other,"ax",@progbits
+.text.other:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+\t.section\t.text.k,"ax",@progbits
+k:
+.text.k:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/              @!P0 LDG.E.128.STRONG.GPU R4, desc[UR4][R2.64] ;
+        /*0020*/             @!UP1 HMMA.16816.F32.BF16 R4, R4, R6, R8 ;
+        /*0030*/                   LDG.E.128.STRONG.GPU R4, desc[UR4][R2.64] ;
+"""
+    assert sass_names(text, "k") == {"LDC": 1, "LDG.E.128.STRONG.GPU": 2, "HMMA.16816.F32.BF16": 1}
 
 
 def test_refuses_what_is_no_code_object(tmp_path: Path, build) -> None:
