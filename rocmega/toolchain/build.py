@@ -134,9 +134,10 @@ def _run_steps(snapshot: Snapshot, target: str, compiler: Compiler, folder: Path
 
 
 def _environment() -> dict[str, str]:
-    """Without what adds flags behind the cache's back."""
+    """Without what adds flags behind the cache's back, and with zig's own cache beside ours, not in the home folder."""
     hidden = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CCC_OVERRIDE_OPTIONS", "CPATH", "CPLUS_INCLUDE_PATH")
-    return {name: value for name, value in os.environ.items() if name not in hidden}
+    zig = {name: str(store.root() / "zig") for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")}
+    return {**zig, **{name: value for name, value in os.environ.items() if name not in hidden}}
 
 
 def _refused(unit: Unit, target: str, compiler: Compiler, log: str, output: str) -> ToolchainError:
