@@ -14,19 +14,18 @@ Result result;
 
 namespace {
 
-constexpr size_t STACK = 64 << 10, GUARD = 1 << 20;  // one guard below all stacks, and a canary at the end of each
 constexpr uint64_t CANARY = 0x5afe57ac4ca9a121;
 
 Block* blocks;
-char* stacks;
 int made_blocks, made_fibers;  // what the arrays were made for
 MmaQueue* products;
 
-char* stack_of(int fiber) { return stacks + fiber * STACK; }
+// At the end of each stack. Not where there are so many that the pages would be worth more.
+bool has_canaries() { return n_fibers <= 16384; }
+char* stack_of(int fiber) { return launch.stacks + fiber * launch.stack_bytes; }
 
 void release_fibers() {
   if (!made_fibers) return;
-  unmap(stacks - GUARD, made_fibers * STACK + GUARD);
   unmap(products, mma_bytes(n_waves));
   for (int b = 0; b < made_blocks; ++b) free(blocks[b].lds), free(blocks[b].shadow);
   free(blocks), free(waves), free(fibers);
@@ -42,11 +41,6 @@ void make_fibers() {
   blocks = (Block*)allocate(n_blocks * sizeof(Block));
   waves = (Wave*)allocate(n_waves * sizeof(Wave));
   fibers = (Fiber*)allocate(n_fibers * sizeof(Fiber));
-  stacks = (char*)map(n_fibers * STACK + GUARD) + GUARD;
-  mprotect(stacks - GUARD, GUARD, PROT_NONE);
-#ifdef MADV_HUGEPAGE  // a wave alone has 64 stacks, as many pages as the processor knows by heart
-  madvise(stacks, n_fibers * STACK, n_fibers <= 16384 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-#endif
   products = mma_allocate(n_waves);
   for (int b = 0; b < n_blocks; ++b) blocks[b].lds = (uint32_t*)allocate(lds_size() * 4 + 4);
   made_blocks = n_blocks, made_fibers = wanted;
@@ -67,26 +61,26 @@ void start_fibers() {
     mma_start(w, products, i);
   }
   for (int i = 0; i < n_fibers; ++i) {
-    *(uint64_t*)stack_of(i) = CANARY;
+    if (has_canaries()) *(uint64_t*)stack_of(i) = CANARY;
     // Tops at different offsets: at equal ones all stacks would share a few sets of the processor's caches.
-    void* sp = new_fiber_stack(stack_of(i) + STACK - i % 61 * 64);
+    void* sp = new_fiber_stack(stack_of(i + 1) - i % 61 * 64);
     Wave* w = &waves[i / LANES];
     fibers[i] = {sp, w, w->block->lds, i % LANES, i % (int)launch.threads, {}, nullptr, 0, {}, 0};
   }
 }
 
-bool overflowed(int fiber) { return fiber < n_fibers && *(uint64_t*)stack_of(fiber) != CANARY; }
+bool overflowed(int fiber) { return has_canaries() && fiber < n_fibers && *(uint64_t*)stack_of(fiber) != CANARY; }
 
 void report_overflow(int fiber) {
   const Fiber& f = fibers[fiber];
   report("block %d stage %s task %u thread %d overflowed its stack of %zu bytes", f.wave->block->index,
-         stage_name(f.place.stage), f.place.task, f.thread, STACK);
+         stage_name(f.place.stage), f.place.task, f.thread, (size_t)launch.stack_bytes);
 }
 
 void on_fault(int, siginfo_t* info, void*) {
   char* at = (char*)info->si_addr;
   int fiber = self - fibers;
-  bool mine = at >= stacks - GUARD && at < stacks;
+  bool mine = at < launch.stacks && at >= launch.stacks - (1 << 20);
   if (mine || overflowed(fiber) || overflowed(fiber + 1)) {  // the stack above grows down into this one
     report_overflow(mine || overflowed(fiber) ? fiber : fiber + 1);
     give_up();

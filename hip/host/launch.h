@@ -39,6 +39,8 @@ struct Launch {
   uint32_t blocks, threads, xcds, flags;
   uint64_t seed;
   double patience;  // seconds that a wait which can never end is left to the kernel's own limit, without WATCH_WAITS
+  char* stacks;     // one for each thread, and inaccessible memory below
+  uint64_t stack_bytes;
 };
 
 struct Result {

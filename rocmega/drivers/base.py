@@ -31,8 +31,8 @@ class DeviceFacts:
 class SharedBuffer:
     """Memory that kernels and Python both read and write.
 
-    `address` is what kernels are given; `tensor` (uint8 [nbytes], zeroed) is what Python uses. On GPUs both are the same
-    memory; on the host they are two mappings of it, and the kernels' one may only be touched through accessors.
+    `address` is what kernels are given; `tensor` (uint8 [nbytes], zeroed) is what Python uses. On GPUs both are
+    the same memory; on the host they are two mappings of it, and kernels may touch theirs through accessors only.
     """
 
     def __init__(self, name: str, address: int, tensor: torch.Tensor, release: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel of a loaded module. `stages` names what the kernel calls stage 0, 1, ... in its error words and marks."""
+    """A kernel of a loaded module. `stages` names its stages 0, 1, ... as they stand in error words and marks."""
 
     name: str
     handle: Any

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 ARENA_BYTES = 1 << 38
 GAP = 64 << 10  # inaccessible bytes between regions, at least
 LINE = 128
+STACK_BYTES = 32 << 10  # of a thread; kernels use two or three KB
+STACK_GUARD = 1 << 20
+HUGE_STACKS = 1 << 29  # bytes of stacks in huge pages: one wave has as many stacks as a small TLB has entries
 MAX_REGIONS = 16384
 HOST_ABI = 1
 CHECK, WATCH_WAITS = 1, 2
@@ -72,6 +75,8 @@ class _Launch(ctypes.Structure):
         ("flags", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("patience", ctypes.c_double),
+        ("stacks", ctypes.c_void_p),
+        ("stack_bytes", ctypes.c_uint64),
     ]
 
 
@@ -117,6 +122,7 @@ class Memory:
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._regions = (_Region * MAX_REGIONS)()
         self._cursor = GAP
         nbytes = ARENA_BYTES
@@ -131,6 +137,7 @@ class Memory:
         self.arena = _Arena(window, data, nbytes, self._regions, 0)
         self.lock = threading.RLock()  # also held by launches: the table must not change under a running kernel
         self.launches = 0
+        self._stacks, self._stacks_bytes = 0, 0
 
     def _map(self, address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
         got = self._libc.mmap(address, nbytes, protection, flags, fd, 0)
@@ -143,11 +150,25 @@ class Memory:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve | (fixed if address else 0)
         return self._map(address, nbytes, 0, flags)
 
+    def stacks(self, nbytes: int) -> int:
+        """Memory for so many bytes of stacks, the same for all modules, with a guard below; call it with the lock."""
+        if nbytes > self._stacks_bytes:
+            if self._stacks_bytes:
+                self._libc.munmap(self._stacks, self._stacks_bytes + STACK_GUARD)
+            self._stacks_bytes = 0
+            read_write, huge_page, no_reserve = mmap.PROT_READ | mmap.PROT_WRITE, 14, 0x4000
+            self._stacks = self._reserve(nbytes + STACK_GUARD)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve | 0x10
+            self._map(self._stacks + STACK_GUARD, nbytes, read_write, flags)
+            self._stacks_bytes = nbytes
+            self._libc.madvise(self._stacks + STACK_GUARD, min(nbytes, HUGE_STACKS), huge_page)
+        return self._stacks + STACK_GUARD
+
     def _offsets(self) -> list[int]:
         return [self._regions[i].offset for i in range(self.arena.count)]
 
     def _find_place(self, span: int) -> int:
-        """Where `span` bytes fit with a gap on both sides. Addresses of freed regions come again as late as possible."""
+        """Where `span` bytes fit with a gap on both sides. Freed addresses come again as late as possible."""
         if self._cursor + span + GAP <= self.arena.bytes:
             at, self._cursor = self._cursor, self._cursor + span + GAP
             return at
@@ -307,7 +328,7 @@ class HostDriver:
     ) -> None:
         """Runs the kernel to its end. Raises what the checker found: StepError for a wait that can never end."""
         if not 1 <= blocks <= MAX_BLOCKS or threads < 64 or threads % 64:
-            raise DriverError(f"A launch of {blocks} blocks of {threads} threads: blocks are whole waves of 64 threads.")
+            raise DriverError(f"{blocks} blocks of {threads} threads: a block is one or more waves of 64 threads.")
         module, address = function.handle
         names = (ctypes.c_char_p * max(1, len(function.stages)))(*[s.encode() for s in function.stages])
         watch = self.check if self.watch is None else self.watch
@@ -317,6 +338,7 @@ class HostDriver:
             launch = _Launch(
                 address, args_address, ctypes.pointer(mem.arena), names, len(function.stages), mem.launches, blocks,
                 threads, self.xcds, CHECK * self.check | WATCH_WAITS * watch, self.seed, self.patience,
+                mem.stacks(blocks * threads * STACK_BYTES), STACK_BYTES,
             )  # fmt: skip
             module.launch(ctypes.byref(launch), ctypes.byref(result))
         text = result.report.decode(errors="replace")

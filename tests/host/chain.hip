@@ -18,9 +18,9 @@ struct Params {  // mirrored in chain.py
   Pair* small;                                      // [2][ROWS][R]
   u32* wide;                                        // [2][ROWS][I / 2], two bf16 a word
   Pair *x_flags, *wide_flags;
-  u32* error;                                       // claimed, block, stage, task, expected, seen
-  u32* tokens;                                      // [steps][ROWS]
-  f32* out;                                         // [steps][ROWS][H]
+  u32* error;   // claimed, block, stage, task, expected, seen
+  u32* tokens;  // [steps][ROWS]
+  f32* out;     // [steps][ROWS][H]
 };
 
 SHARED_LARGE(u32, act, ROWS*(I + PAD) / 2);  // the input of the stage, bf16, K values and PAD a row

@@ -49,17 +49,17 @@ KERNEL void lds_ops(const Args* args) {
 }
 
 // Copies 4, 8 and 16 bytes a thread from out2 to out, by loads and stores of one scope: [threads] of each width
-#define COPY(scope)                                                                    \
-  KERNEL void copy_##scope(const Args* args) {                                         \
-    Const<Args> p = as_const(args);                                                    \
-    u32* to = p->out;                                                                  \
-    const u32* from = p->out2;                                                         \
-    int t = thread_id();                                                               \
-    store_##scope(to + t, load_##scope(from + t, ANY_EPOCH), 1);                       \
-    to += THREADS, from += THREADS;                                                    \
-    store_##scope((u64*)to + t, load_##scope((const u64*)from + t, ANY_EPOCH), 1);     \
-    to += 2 * THREADS, from += 2 * THREADS;                                            \
-    store_##scope((Vec4*)to + t, load_##scope((const Vec4*)from + t, ANY_EPOCH), 1);   \
+#define COPY(scope)                                                                  \
+  KERNEL void copy_##scope(const Args* args) {                                       \
+    Const<Args> p = as_const(args);                                                  \
+    u32* to = p->out;                                                                \
+    const u32* from = p->out2;                                                       \
+    int t = thread_id();                                                             \
+    store_##scope(to + t, load_##scope(from + t, ANY_EPOCH), 1);                     \
+    to += THREADS, from += THREADS;                                                  \
+    store_##scope((u64*)to + t, load_##scope((const u64*)from + t, ANY_EPOCH), 1);   \
+    to += 2 * THREADS, from += 2 * THREADS;                                          \
+    store_##scope((Vec4*)to + t, load_##scope((const Vec4*)from + t, ANY_EPOCH), 1); \
   }
 COPY(plain)
 COPY(device)

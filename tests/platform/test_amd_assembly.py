@@ -1,4 +1,4 @@
-"""What the compiler made of the primitives for AMD: cache bits, waits, widths. Nothing else can show a dropped fence."""
+"""What the compiler made of the primitives for AMD: cache bits, waits, widths. No run shows a dropped wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(search("gfx942").found is None, reason="no compi
 def kernels(arch: str) -> dict[str, list[str]]:
     """Instructions of each kernel, one a line, without comments."""
     found: dict[str, list[str]] = {}
-    for name, body in re.findall(r"^(\w+):\s*; @\1\n(.*?)^\.Lfunc_end", assembly(unit(), arch), re.DOTALL | re.MULTILINE):
+    pattern = r"^(\w+):\s*; @\1\n(.*?)^\.Lfunc_end"
+    for name, body in re.findall(pattern, assembly(unit(), arch), re.DOTALL | re.MULTILINE):
         lines = [line.split(";")[0].strip() for line in body.splitlines()]
         found[name] = [" ".join(line.split()) for line in lines if re.match(r"[a-z]\w+($| )", line)]
     return found
