@@ -159,7 +159,12 @@ def _count_mega(llm: LLM) -> Any:
         return launch(*args, **kwargs)
 
     driver.launch = counting
-    return lambda tokens: (len(calls) / tokens, "what went through the driver, over all tokens")
+
+    def per_token(tokens: int) -> tuple[float, str]:
+        each, rest = divmod(len(calls), tokens)
+        return len(calls) / tokens if rest else each, "what went through the driver, over all tokens"
+
+    return per_token
 
 
 def _count_standard(llm: LLM) -> Any:

@@ -60,7 +60,8 @@ def _print(made: list[Artifact], missing: dict[str, str]) -> None:
     from rocmega.cli.output import console
 
     out = console()
-    table = Table("target", "compiler", "took", "file")
+    table = Table("target", "compiler", "took")
+    table.add_column("file", overflow="fold")
     for artifact in made:
         took = "from the cache" if artifact.cached else f"{artifact.seconds:.1f} s"
         table.add_row(artifact.target, artifact.compiler, took, str(artifact.path))
