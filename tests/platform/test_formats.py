@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from rocmega.drivers import Driver
 from tests.platform.kit import run
 
 A = torch.zeros(1)
@@ -19,8 +20,8 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.equal(got[fine].view(torch.int32), want[fine].view(torch.int32))
 
 
-def test_all_codes() -> None:
-    out, pairs = run("decode_all", A, words=(1024, 65536 + 256))
+def test_all_codes(device: Driver) -> None:
+    out, pairs = run("decode_all", A, words=(1024, 65536 + 256), driver=device)
     decoded = out.view(4, 256).view(torch.float32)
     same(decoded[0], CODES.view(torch.float8_e4m3fn))
     same(decoded[1], CODES.view(torch.float8_e4m3fnuz))
@@ -36,12 +37,12 @@ def test_all_codes() -> None:
     same(halves[65536:], torch.stack([e2m1[nibbles & 15], e2m1[nibbles >> 4]], 1))
 
 
-def test_widening() -> None:
+def test_widening(device: Driver) -> None:
     """All pairs of bytes, and NaN in every place among 16."""
     pairs = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.uint8)
     one_nan = torch.full((16, 16), 0x35, dtype=torch.uint8).fill_diagonal_(0x7F)
     codes = torch.cat([pairs, one_nan.flatten(), one_nan.flatten() | 0x80])
-    out, _ = run("widen", codes, words=(codes.numel() // 2, 1), n=codes.numel() // 16)
+    out, _ = run("widen", codes, words=(codes.numel() // 2, 1), n=codes.numel() // 16, driver=device)
     same(out.view(torch.bfloat16), codes.view(torch.float8_e4m3fn))
 
 
@@ -65,9 +66,9 @@ def values_to_round() -> torch.Tensor:
     return torch.cat([spread, raw, *edges, special])
 
 
-def test_rounding() -> None:
+def test_rounding(device: Driver) -> None:
     x = values_to_round()
-    out, _ = run("encode", x, words=(x.numel(), 1), n=x.numel())
+    out, _ = run("encode", x, words=(x.numel(), 1), n=x.numel(), driver=device)
     nan = x.isnan()
     for shift, dtype, largest in ((0, torch.float8_e4m3fn, 448.0), (8, torch.float8_e4m3fnuz, 240.0)):
         got = (out >> shift & 255).to(torch.uint8).view(dtype).float()
@@ -77,10 +78,10 @@ def test_rounding() -> None:
     same((out >> 16).to(torch.int16).view(torch.bfloat16), x.bfloat16())
 
 
-def test_functions() -> None:
+def test_functions(device: Driver) -> None:
     x = torch.cat([torch.linspace(-140, 140, 40001), torch.linspace(-2, 2, 20001), torch.tensor([0.0, float("nan")])])
     n = x.numel()
-    out, out2 = run("functions", x, words=(2 * n, 2 * n), n=n)
+    out, out2 = run("functions", x, words=(2 * n, 2 * n), n=n, driver=device)
     (exp, sigmoid), (exp2, silu) = out.view(2, -1).view(torch.float32), out2.view(2, -1).view(torch.float32)
     d = x.double()
     tiny, huge = 2.0**-126, float(np.finfo(np.float32).max)
