@@ -90,7 +90,11 @@ class Runner:
         self.standard: Any = self._module("standard").StandardPath(self.config, self.weights, self.cache)
         self._mega: Any = None
         if path != "standard":
-            self._prepare_mega(may_fall_back=path == "auto")
+            try:
+                self._prepare_mega(may_fall_back=path == "auto")
+            except BaseException:
+                self.close()  # nobody else can: there is no runner to close
+                raise
 
     @property
     def device(self) -> torch.device:
