@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rocmega.drivers.host import HostDriver
+from rocmega.drivers import Driver, Function
 from rocmega.toolchain import Unit, compile
 
 SOURCE = Path(__file__).with_name("chain.hip")
 STAGES = ("embed", "squeeze", "widen", "narrow")
 ROWS, H, R, I, VOCAB = 16, 128, 64, 256, 64
+LARGE_LDS = 4 * ROWS * (I + 8) // 2
 
 MUTANTS = {
     1: "no drain before the flag",
@@ -73,13 +74,18 @@ class Chain:
             "tokens": steps * ROWS,
             "out": steps * ROWS * H,
         }
-        artifact = compile(Unit("chain", SOURCE, {}, {}), "host")
-        self.function = HostDriver().load(artifact).function("chain", STAGES)
+        self.functions: dict[str, Function] = {}
         self.error: list[int] = []
+
+    def function(self, driver: Driver) -> Function:
+        if driver.arch not in self.functions:
+            artifact = compile(Unit("chain", SOURCE, {}, {}), driver.arch)
+            self.functions[driver.arch] = driver.load(artifact).function("chain", STAGES)
+        return self.functions[driver.arch]
 
     def run(
         self,
-        driver: HostDriver,
+        driver: Driver,
         *,
         rows: int,
         blocks: int,
@@ -95,15 +101,19 @@ class Chain:
             for i in range(launches):
                 first = 0 if reuse else i * self.steps * (self.layers + 1)
                 params = Params(rows, self.layers, self.steps, limit, mutant, first)
-                for name, weight in zip(_WEIGHTS, self.weights, strict=True):
+                weights = [weight.to(driver.device) for weight in self.weights]
+                for name, weight in zip(_WEIGHTS, weights, strict=True):
                     setattr(params, name, driver.constant(weight))
                 for name, buffer in buffers.items():
                     setattr(params, name, buffer.address)
-                driver.launch(self.function, ctypes.addressof(params), blocks, 256)
-            self.error = buffers["error"].tensor.view(torch.int32).tolist()
-            out = buffers["out"].tensor.view(torch.int32).view(self.steps, ROWS, H)[:, :rows].clone().numpy()
-            tokens = buffers["tokens"].tensor.view(torch.int32).view(self.steps, ROWS)[:, :rows].clone().numpy()
-            return out, tokens
+                there = torch.frombuffer(bytearray(params), dtype=torch.uint8).to(driver.device)
+                lds = LARGE_LDS if driver.name == "cuda" else 0
+                driver.launch(self.function(driver), driver.constant(there), blocks, 256, lds)
+                driver.synchronize()
+            words = {n: buffers[n].tensor.cpu().clone().view(torch.int32) for n in ("error", "out", "tokens")}
+            self.error = words["error"].tolist()
+            out = words["out"].view(self.steps, ROWS, H)[:, :rows].numpy()
+            return out, words["tokens"].view(self.steps, ROWS)[:, :rows].numpy()
         finally:
             for buffer in buffers.values():
                 buffer.close()
