@@ -99,10 +99,10 @@ class LayerStages:
         return nope, rope_adjacent(rope, angles[..., None, :, :])
 
     def index_queries(self, q: Input, angles: torch.Tensor) -> torch.Tensor:
-        """From normalized q [..., q_lora] to rotated [..., index_heads, index_dim], rounded as scoring wants it."""
+        """From normalized q [..., q_lora] to rotated [..., index_heads, index_dim]."""
         c = self.config
         by_head = self.products.linear(q, self.matrix("index_q")).unflatten(-1, (c.index_n_heads, c.index_head_dim))
-        return self.products.round(rope_leading(by_head, angles[..., None, :, :]))
+        return rope_leading(by_head, angles[..., None, :, :])
 
     def index_head_weights(self, index_weights: torch.Tensor) -> torch.Tensor:
         """The index heads' weights [..., index_heads], scaled."""

@@ -171,7 +171,7 @@ class StandardPath:
         """Each token's selection, or None where it is everything: then attention reads the cache as it lies."""
         if span.length <= self.config.index_topk:
             return None
-        keys, queries = span.entries(pool), layer.index_queries(q, span.angles)
+        keys, queries = span.entries(pool), self.products.round(layer.index_queries(q, span.angles))
         heads = layer.index_head_weights(index_weights)
         parts = []
         # Scores, and what select makes of them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -12,13 +12,24 @@ import torch
 
 from rocmega.cache import PagedCache, TorchMemory
 from rocmega.checkpoint import Checkpoint
+from rocmega.models.glm import presets
 from rocmega.models.glm.config import GlmConfig, from_dir
 from rocmega.models.glm.standard import StandardPath
 from rocmega.models.glm.weights import GlmWeights, pack
 from rocmega.step import StepBatch
+from tests.models.glm.kit import Bench
 
 PROMPT = 75  # tokens; more than three times the tiny models' index_topk
-STEPS = 64
+STEPS = 65  # the first token is prefill's
+
+# Awkward dimensions: several chunks, groups, splits and scale blocks everywhere, and hardly one that divides evenly.
+ODD = {
+    **presets.PRESETS["glm-5.2-tiny"],
+    "hidden_size": 1056, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
+    "first_k_dense_replace": 1, "intermediate_size": 720, "moe_intermediate_size": 464,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 176, "kv_lora_rank": 96,
+    "index_n_heads": 32, "index_topk": 100, "vocab_size": 528,
+}  # fmt: skip
 
 
 @dataclass
@@ -79,11 +90,14 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def packed(tiny_checkpoint) -> Callable[..., tuple[GlmConfig, GlmWeights]]:
-    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`."""
+    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`, also "odd"."""
 
     @cache
     def load(*args, **options) -> tuple[GlmConfig, GlmWeights]:
-        directory = tiny_checkpoint(*args, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(presets.PRESETS, "odd", ODD)
+            patch.setattr(presets, "WRITABLE", (*presets.WRITABLE, "odd"))
+            directory = tiny_checkpoint(*args, **options)
         config = from_dir(directory)
         return config, pack(Checkpoint(directory), config)
 
@@ -94,6 +108,20 @@ def packed(tiny_checkpoint) -> Callable[..., tuple[GlmConfig, GlmWeights]]:
 def model(packed) -> Callable[..., Model]:
     """A tiny model with an empty cache; arguments as for `tiny_checkpoint`, and pages."""
     return lambda *args, pages=16, **options: Model(*packed(*args, **options), pages=pages)
+
+
+@pytest.fixture(scope="session")
+def bench(packed) -> Iterator[Callable[..., Bench]]:
+    """bench("odd", "bf16", positions, blocks=7): a mega-task over noise."""
+    made: list[Bench] = []
+
+    def make(name: str = "glm-5.2-tiny", dtype: str = "f32", *args, **options) -> Bench:
+        made.append(Bench(*packed(name, dtype), *args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 @pytest.fixture(scope="session")
