@@ -268,3 +268,23 @@ DEVICE void fp8_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
     }
 #endif
 }
+
+#if defined(__gfx950__)
+// Scaled products: a lane holds 32 numbers of one row and their scale, E2M1 weights in 16 bytes, e4m3 activations in 32.
+#define NATIVE_MX
+DEVICE void mma_mxfp4(const Frag& weights, u32 weight_scale, const Frag (&x)[2], u32 x_scale, Acc& acc) {
+  typedef int Word8 __attribute__((ext_vector_type(8)));
+  constexpr int E4M3 = 0, E2M1 = 4;
+  Word8 a = {}, b;
+  UNROLL for (int i = 0; i < 4; ++i) { a[i] = weights.w[0][i], b[i] = x[0].w[0][i], b[i + 4] = x[1].w[0][i]; }
+  Float4 c = __builtin_bit_cast(Float4, acc);
+  c = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(a, b, c, E2M1, E4M3, 0, weight_scale, 0, x_scale);
+  acc = __builtin_bit_cast(Acc, c);
+}
+DEVICE void native_e2m1_to_bf16(u32 eight, float scale, u32 (&out)[4]) {
+  out[0] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 0));
+  out[1] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 1));
+  out[2] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 2));
+  out[3] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 3));
+}
+#endif
