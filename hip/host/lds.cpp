@@ -32,7 +32,7 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
   Block& b = *self->wave->block;
   LdsShadow& s = b.shadow[word];
   uint16_t me = self->thread + 1;
-  if (s.era != b.era) s = {b.era, NOBODY, NOBODY, NOBODY, {}};
+  if (s.era != b.era) s = {b.era, NOBODY, NOBODY, NOBODY, 0, 0};
   bool wrote = other(s.writer, me), read = access != LDS_READ && other(s.reader, me);
   bool changed = access != LDS_ATOMIC && other(s.atomic, me);
   if (wrote || read || changed) {
@@ -44,9 +44,9 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
         wrote  ? "wrote"
         : read ? "read"
                : "changed atomically",
-        stage_name(s.by.stage), s.by.task);
+        stage_name(s.stage), s.task);
   }
-  s.by = self->place;
+  s.stage = self->place.stage, s.task = self->place.task;
   uint16_t& mine = access == LDS_READ ? s.reader : access == LDS_WRITE ? s.writer : s.atomic;
   mine = join(mine, me);
 }

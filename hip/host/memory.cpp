@@ -20,6 +20,8 @@ struct Store {
 struct StoreQueue {
   size_t count, room;
   Store* items;
+  uint16_t of_hash[256];  // how many there are, by a hash of the place: most loads need not look at the items
+  uint16_t& hash(const Region* r, uint64_t word) { return of_hash[(r->offset / 4 + word) / 2 % 256]; }
 };
 
 namespace {
@@ -169,6 +171,7 @@ void flush_lines(Cache& cache, bool write, bool forget) {
 
 void arrive(Wave& wave, const Store& s) {
   Cache& cache = l2[wave.block->xcd];
+  --wave.stores->hash(s.region, s.word);
   for (uint32_t i = 0; i < s.count; ++i) {
     uint64_t word = s.word + i;
     uint32_t bit = 1u << word % LINE;
@@ -213,8 +216,9 @@ void arrive_all(Wave& wave) {
 }
 
 Word load_word(const Fiber& f, Spot at, Scope scope) {
-  const StoreQueue& q = *f.wave->stores;
-  for (size_t i = q.count; i-- > 0;) {  // a thread sees its own stores
+  StoreQueue& q = *f.wave->stores;
+  bool maybe = q.hash(at.region, at.word) || (at.word && q.hash(at.region, at.word - 1));
+  for (size_t i = maybe ? q.count : 0; i-- > 0;) {  // a thread sees its own stores
     const Store& s = q.items[i];
     if (s.lane == f.lane && s.region == at.region && at.word - s.word < s.count)
       return {s.data[at.word - s.word], s.epoch};
@@ -287,6 +291,7 @@ void memory_start(Habits h) {
   for (int i = 0; i < n_waves; ++i) {
     if (!waves[i].stores) waves[i].stores = (StoreQueue*)allocate(sizeof(StoreQueue));
     waves[i].stores->count = 0;
+    memset(waves[i].stores->of_hash, 0, sizeof waves[i].stores->of_hash);
   }
 }
 
@@ -326,6 +331,7 @@ void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoc
     memcpy(s.data, (const uint32_t*)v + i, 4 * s.count);
     StoreQueue& q = *self->wave->stores;
     append(q.items, q.count, q.room, s);
+    ++q.hash(s.region, s.word);
     for (uint32_t j = 0; j < s.count; ++j) note_writer({at.region, s.word + j}, epoch);
   }
   maybe_yield();

@@ -22,8 +22,8 @@ enum Scope : uint8_t { PLAIN, DEVICE_SCOPE };
 
 struct LdsShadow {  // who touched a word since the last barrier; see lds.cpp
   uint32_t era;
-  uint16_t writer, reader, atomic;
-  Place by;
+  uint16_t writer, reader, atomic, stage;
+  uint32_t task;
 };
 
 struct Block {

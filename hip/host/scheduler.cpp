@@ -280,7 +280,17 @@ void scheduler_start() {
   if (checking) memory_start(habits);
 }
 
+// Subnormal numbers count, whatever the calling thread has set.
+struct FloatMode {
+#if defined(__x86_64__)
+  uint32_t before;
+  FloatMode() : before(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
+  ~FloatMode() { __builtin_ia32_ldmxcsr(before); }
+#endif
+};
+
 void scheduler_run() {
+  FloatMode mode;
   double start = seconds_now();
   self = &launcher;
   reschedule();

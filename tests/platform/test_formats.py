@@ -46,6 +46,15 @@ def test_widening(device: Driver) -> None:
     same(out.view(torch.bfloat16), codes.view(torch.float8_e4m3fn))
 
 
+def test_subnormals_whatever_torch_does() -> None:
+    torch.set_flush_denormal(True)
+    try:
+        out, _ = run("decode_all", A, words=(1024, 65536 + 256))
+    finally:
+        torch.set_flush_denormal(False)
+    same(out.view(4, 256).view(torch.float32)[0], CODES.view(torch.float8_e4m3fn))
+
+
 def values_to_round() -> torch.Tensor:
     """Random, every number of both formats and the middle between neighbours, the smallest, and too large ones."""
     random = torch.Generator().manual_seed(7)
