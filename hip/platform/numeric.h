@@ -141,6 +141,20 @@ DEVICE void frag_fp8_to_bf16(const Frag& f, Frag (&out)[2]) {
     UNROLL for (int i = 0; i < 8; ++i) out[i / 4].w[piece][i % 4] = wide[i];
   }
 }
+// The same of FNUZ bytes, where the target converts them; elsewhere as OCP, which is twice the value.
+#if defined(NATIVE_FNUZ)
+constexpr f32 FNUZ_TIMES = 1;
+#else
+constexpr f32 FNUZ_TIMES = 2;
+DEVICE void fnuz_to_bf16(const u32 (&from)[4], u32 (&to)[8]) { fp8_to_bf16(from, to); }
+#endif
+DEVICE void frag_fnuz_to_bf16(const Frag& f, Frag (&out)[2]) {
+  UNROLL for (int piece = 0; piece < PIECES; ++piece) {
+    u32 wide[8];
+    fnuz_to_bf16(f.w[piece], wide);
+    UNROLL for (int i = 0; i < 8; ++i) out[i / 4].w[piece][i % 4] = wide[i];
+  }
+}
 DEVICE void frag_bf16_to_f32(const Frag& f, Frag (&out)[2]) {
   UNROLL for (int p = 0; p < 2; ++p) UNROLL for (int piece = 0; piece < PIECES; ++piece)
       UNROLL for (int i = 0; i < 4; ++i) {

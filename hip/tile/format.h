@@ -53,10 +53,10 @@ template <bool FNUZ> struct Fp8 : Fp8Weights<FNUZ> {
     Acc block = {};
     UNROLL for (int t = 0; t < 2; ++t) {
       Frag wide[2];
-      frag_fp8_to_bf16(w[t], wide);
+      FNUZ ? frag_fnuz_to_bf16(w[t], wide) : frag_fp8_to_bf16(w[t], wide);
       UNROLL for (int p = 0; p < 2; ++p) mma_bf16(wide[p], act_frag(x, k / 8 + 8 * t + 2 * frag_chunk() + p), block);
     }
-    if (FNUZ) scale *= 0.5f;
+    if (FNUZ) scale *= 1 / FNUZ_TIMES;
     UNROLL for (int i = 0; i < ACCS; ++i) acc.v[i] = __builtin_fmaf(scale, block.v[i], acc.v[i]);
   }
 };
