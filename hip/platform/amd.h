@@ -165,30 +165,11 @@ DEVICE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
 
 DEVICE int lowest_bit(u64 v) { return __builtin_ctzll(v); }
 
-// Conversions in hardware, exact as their counterparts in numeric.h.
-typedef float Float2 __attribute__((ext_vector_type(2)));
-typedef __bf16 Bf16x2 __attribute__((ext_vector_type(2)));
-#define NATIVE_FP8
 #if defined(__gfx950__)
 #define NATIVE_PACK_BF16
-DEVICE u32 native_pack_bf16(float low, float high) {
+DEVICE u32 native_pack_bf16(float low, float high) {  // v_cvt_pk_bf16_f32, nearest even
+  typedef __bf16 Bf16x2 __attribute__((ext_vector_type(2)));
   return __builtin_bit_cast(u32, Bf16x2{(__bf16)low, (__bf16)high});
-}
-DEVICE void native_fp8_to_bf16(u32 four, u32& low, u32& high) {
-  low = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, 1.f, false));
-  high = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, 1.f, true));
-}
-#else
-// The instruction takes FNUZ: half the value, and OCP's -0 is its NaN, so that becomes 0 first. OCP's NaN (0x7f, 0xff) comes
-// out as 480 of its sign: whoever packs weights refuses them.
-DEVICE void native_fp8_to_bf16(u32 four, u32& low, u32& high) {
-  u32 off = four ^ 0x80808080u;  // a byte of 0 is -0
-  u32 rest = ((off & 0x7f7f7f7fu) + 0x7f7f7f7fu) | off | 0x7f7f7f7fu;
-  four &= rest;  // bit 7 of rest: the byte of off is not 0
-  Float2 a = __builtin_amdgcn_cvt_pk_f32_fp8(four, false), b = __builtin_amdgcn_cvt_pk_f32_fp8(four, true);
-  a += a, b += b;
-  low = __builtin_amdgcn_perm(__builtin_bit_cast(u32, a.y), __builtin_bit_cast(u32, a.x), 0x07060302u);
-  high = __builtin_amdgcn_perm(__builtin_bit_cast(u32, b.y), __builtin_bit_cast(u32, b.x), 0x07060302u);
 }
 #endif
 
@@ -268,3 +249,34 @@ DEVICE void fp8_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
     }
 #endif
 }
+
+#if !defined(__gfx950__)
+// 16 bytes of FNUZ e4m3 as bf16, exactly: what its own converter is for. 0x80 becomes NaN; packers leave none.
+#define NATIVE_FNUZ
+DEVICE void fnuz_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
+  UNROLL for (int i = 0; i < 8; ++i) {
+    auto two = i % 2 ? __builtin_amdgcn_cvt_pk_f32_fp8(from[i / 2], true)
+                     : __builtin_amdgcn_cvt_pk_f32_fp8(from[i / 2], false);
+    to[i] = __builtin_amdgcn_perm(__builtin_bit_cast(u32, two[1]), __builtin_bit_cast(u32, two[0]), 0x07060302);
+  }
+}
+#endif
+#if defined(__gfx950__)
+// Scaled products: a lane holds 32 numbers of one row and their scale, E2M1 weights in 16 bytes, e4m3 activations in 32.
+#define NATIVE_MX
+DEVICE void mma_mxfp4(const Frag& weights, u32 weight_scale, const Frag (&x)[2], u32 x_scale, Acc& acc) {
+  typedef int Word8 __attribute__((ext_vector_type(8)));
+  constexpr int E4M3 = 0, E2M1 = 4;
+  Word8 a = {}, b;
+  UNROLL for (int i = 0; i < 4; ++i) { a[i] = weights.w[0][i], b[i] = x[0].w[0][i], b[i + 4] = x[1].w[0][i]; }
+  Float4 c = __builtin_bit_cast(Float4, acc);
+  c = __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(a, b, c, E2M1, E4M3, 0, weight_scale, 0, x_scale);
+  acc = __builtin_bit_cast(Acc, c);
+}
+DEVICE void native_e2m1_to_bf16(u32 eight, float scale, u32 (&out)[4]) {
+  out[0] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 0));
+  out[1] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 1));
+  out[2] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 2));
+  out[3] = __builtin_bit_cast(u32, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp4(eight, scale, 3));
+}
+#endif

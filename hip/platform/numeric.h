@@ -117,9 +117,17 @@ DEVICE u32 to_fp8_fnuz(f32 f) {                                              // 
 DEVICE u32 fp8_pair_to_bf16(u32 two) {
   return bits<u32>(fp8_ocp(two & 0xff)) >> 16 | (bits<u32>(fp8_ocp(two >> 8 & 0xff)) & 0xffff0000);
 }
-// Two E2M1 numbers, the low nibble first, as packed bf16.
-DEVICE u32 e2m1_pair_to_bf16(u32 two) {
-  return bits<u32>(e2m1(two & 15)) >> 16 | (bits<u32>(e2m1(two >> 4 & 15)) & 0xffff0000);
+// Eight E2M1 numbers, the low nibble first, times their group's E8M0 scale, as packed bf16. Exact where bf16 has the number.
+DEVICE void e2m1_to_bf16(u32 eight, u32 scale, u32 (&out)[4]) {
+#if defined(NATIVE_MX)
+  native_e2m1_to_bf16(eight, e8m0(scale), out);
+#else
+  f32 factor = e8m0(scale);
+  UNROLL for (int i = 0; i < 4; ++i) {
+    f32 low = e2m1(eight >> 8 * i & 15) * factor, high = e2m1(eight >> (8 * i + 4) & 15) * factor;
+    out[i] = bits<u32>(low) >> 16 | (bits<u32>(high) & 0xffff0000);
+  }
+#endif
 }
 
 // A tile of 64 columns of FP8 as two of 32 columns of bf16, and one of 32 columns of bf16 as two of 16 of f32. A column is
@@ -130,6 +138,20 @@ DEVICE void frag_fp8_to_bf16(const Frag& f, Frag (&out)[2]) {
   UNROLL for (int piece = 0; piece < PIECES; ++piece) {
     u32 wide[8];
     fp8_to_bf16(f.w[piece], wide);
+    UNROLL for (int i = 0; i < 8; ++i) out[i / 4].w[piece][i % 4] = wide[i];
+  }
+}
+// The same of FNUZ bytes, where the target converts them; elsewhere as OCP, which is twice the value.
+#if defined(NATIVE_FNUZ)
+constexpr f32 FNUZ_TIMES = 1;
+#else
+constexpr f32 FNUZ_TIMES = 2;
+DEVICE void fnuz_to_bf16(const u32 (&from)[4], u32 (&to)[8]) { fp8_to_bf16(from, to); }
+#endif
+DEVICE void frag_fnuz_to_bf16(const Frag& f, Frag (&out)[2]) {
+  UNROLL for (int piece = 0; piece < PIECES; ++piece) {
+    u32 wide[8];
+    fnuz_to_bf16(f.w[piece], wide);
     UNROLL for (int i = 0; i < 8; ++i) out[i / 4].w[piece][i % 4] = wide[i];
   }
 }

@@ -200,10 +200,6 @@ DEVICE u32 fp8x2_to_bf16(u32 two) {
       : "r"(halves));
   return __byte_perm(low, high, 0x7632);
 }
-#define NATIVE_FP8
-DEVICE void native_fp8_to_bf16(u32 four, u32& low, u32& high) {
-  low = fp8x2_to_bf16(four), high = fp8x2_to_bf16(four >> 16);
-}
 #define NATIVE_PACK_BF16
 DEVICE u32 native_pack_bf16(float low, float high) {
   u32 both;

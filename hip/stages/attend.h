@@ -142,16 +142,15 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   }
   // Entries are the A operand (16 a tile), heads the free axis; waves split tiles, then K.
   DEVICE void scores() const {
-    int tile = wave_id() % TILES, part = wave_id() / TILES, columns[PIECES];
-    UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = frag_row(p) * STRIDE16;
+    int tile = wave_id() % TILES, part = wave_id() / TILES;
+    Columns heads([](int head) { return head * STRIDE16; });
+    Columns rows([tile](int entry) { return ENTRIES16 + (tile * 16 + entry) * STRIDE16; });
     Acc acc = {};
-    for (int step = part; step < K_STEPS; step += K_PARTS) {
-      int at[PIECES], k16 = step * F::COLUMNS / PER_16;
-      UNROLL for (int p = 0; p < PIECES; ++p) at[p] = ENTRIES16 + (tile * 16 + frag_row(p)) * STRIDE16;
-      F::multiply(act_frag(at, k16 + frag_chunk()), columns, k16, acc);
+    for (int step = part; step < K_STEPS; step += K_PARTS)
+      F::multiply({act_frag(rows, step * F::COLUMNS / PER_16 + frag_chunk())}, {}, heads, step * F::COLUMNS, acc);
+    UNROLL for (int i = 0; i < ACCS; ++i) {
+      set_lds_value(SCORES + (part * 16 + acc_col(i)) * SPLIT + tile * 16 + acc_row(i), acc.v[i]);
     }
-    UNROLL for (int i = 0; i < ACCS; ++i)
-        set_lds_value(SCORES + (part * 16 + acc_col(i)) * SPLIT + tile * 16 + acc_row(i), acc.v[i]);
   }
   DEVICE f32 score(int head, int entry) const {
     f32 sum = 0;
@@ -187,20 +186,25 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   // 16 channels of the latent a tile, entries transposed on the way out of LDS.
   DEVICE void weighted_sum(RowPart at, int group, u32 tag) const {
     constexpr int STEPS = SPLIT / F::COLUMNS, PER_CHUNK = F::COLUMNS / 4;
-    int columns[PIECES];
-    UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = frag_row(p) * P_STRIDE16;
+    Columns high([](int head) { return head * P_STRIDE16; }), low([](int head) { return P_LOW16 + head * P_STRIDE16; });
     for (int tile = wave_id(); tile < LATENT / 16; tile += WAVES) {
       Acc acc = {};
       UNROLL for (int step = 0; step < STEPS; ++step) {
         Frag values;
-        UNROLL for (int p = 0; p < PIECES; ++p) UNROLL for (int i = 0; i < 4; ++i) values.w[p][i] =
-            channel(step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4, tile * 16 + frag_row(p));
-        F::multiply(values, columns, step * F::COLUMNS / PER_16, acc);
-        if constexpr (F::ACT_BYTES == 2) F::multiply(values, columns, P_LOW16 + step * F::COLUMNS / PER_16, acc);
+        UNROLL for (int p = 0; p < PIECES; ++p) {
+          UNROLL for (int i = 0; i < 4; ++i) {
+            int entry = step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4;
+            values.w[p][i] = channel(entry, tile * 16 + frag_row(p));
+          }
+        }
+        F::multiply({values}, {}, high, step * F::COLUMNS, acc);
+        if constexpr (F::ACT_BYTES == 2) F::multiply({values}, {}, low, step * F::COLUMNS, acc);
       }
-      UNROLL for (int i = 0; i < ACCS; ++i) if (int head = group + acc_col(i); head < HEADS) store_plain(
-          partials.out + (((u64)at.row * MAX_SPLITS + at.part) * HEADS + head) * LATENT + tile * 16 + acc_row(i),
-          acc.v[i], tag);
+      UNROLL for (int i = 0; i < ACCS; ++i) {
+        u64 head = group + acc_col(i), split = (u64)at.row * MAX_SPLITS + at.part;
+        if (head < HEADS)
+          store_plain(partials.out + (split * HEADS + head) * LATENT + tile * 16 + acc_row(i), acc.v[i], tag);
+      }
     }
   }
   // A word of the A operand: channel c of entry e (and of the next, where two share a word).

@@ -76,13 +76,13 @@ template <class F, int WIDTH_E> struct ExpertsDown {
                        int task, Acc& acc) const {
     int stride16 = PLACES * (end - begin) * UNIT16 + 1;
     while (use.valid() && use.unit < end) {
-      int at[PIECES], expert = use.expert();
-      UNROLL for (int p = 0; p < PIECES; ++p) {
-        int row = frag_row(p), place = -1;
+      int expert = use.expert();
+      Columns x([&](int row) {
+        int place = -1;
         if (row < (int)s.rows) place = expert == EXPERTS ? TOP_K : place_in_row(expert, row);
-        at[p] = place < 0 ? -1 : row * stride16 + (place * (end - begin) + use.unit - begin) * UNIT16;
-      }
-      ring[0].multiply(at, 0, acc);
+        return place < 0 ? -1 : row * stride16 + (place * (end - begin) + use.unit - begin) * UNIT16;
+      });
+      ring[0].multiply(x, 0, acc);
       use.step(), use.seek();
       UNROLL for (int i = 0; i + 1 < AHEAD; ++i) ring[i] = ring[i + 1];
       load(ring[AHEAD - 1], loading, task);
@@ -111,6 +111,8 @@ template <class F, int WIDTH_E> struct ExpertsDown {
         put_activations<F>(word, {k < WIDTH_E ? value_of(got[2 * b]) : 0, k < WIDTH_E ? value_of(got[2 * b + 1]) : 0});
       }
     }
-    return s.all_ok(ok);
+    if (!s.all_ok(ok)) return false;
+    quantize<F>(s.rows, PLACES * (end - begin) * F::UNIT, [&](int row) { return row * stride16; });
+    return true;
   }
 };

@@ -91,9 +91,8 @@ template <class F, int HEADS, int DIM> struct IndexScores {
     }
     for (int heads = 0; heads < HEADS; heads += 16) {
       Acc acc = {};
-      int columns[PIECES];
-      UNROLL for (int p = 0; p < PIECES; ++p) columns[p] = (heads + frag_row(p)) * STRIDE16;
-      UNROLL for (int step = 0; step < STEPS; ++step) F::multiply(keys[step], columns, step * F::COLUMNS / PER_16, acc);
+      Columns x([&](int head) { return (heads + head) * STRIDE16; });
+      UNROLL for (int step = 0; step < STEPS; ++step) F::multiply({keys[step]}, {}, x, step * F::COLUMNS, acc);
       UNROLL for (int i = 0; i < ACCS; ++i)
           set_lds_value(DOTS + (group * 16 + acc_row(i)) * HEADS + heads + acc_col(i), acc.v[i]);
     }

@@ -82,12 +82,9 @@ template <class F, int K, int GRAIN, class Source> struct Input {
   }
   DEVICE void change(const Source& other) { source = other, have = -1; }
 
-  // Where this lane's columns of the activations begin, in 16-byte units. Rows beyond the last read the last one's.
-  DEVICE void columns(int (&at)[PIECES]) const {
-    UNROLL for (int p = 0; p < PIECES; ++p) {
-      int row = frag_row(p);
-      at[p] = (row < (int)s.rows ? row : (int)s.rows - 1) * stride16;
-    }
+  // Where the columns' activations begin. Rows beyond the last read the last one's.
+  DEVICE Columns columns() const {
+    return Columns([this](int row) { return (row < (int)s.rows ? row : (int)s.rows - 1) * stride16; });
   }
 
   // Brings [begin, begin + chunk) into LDS, unless it is there. Uniform over the block; ends with a barrier. The caller has
@@ -104,7 +101,10 @@ template <class F, int K, int GRAIN, class Source> struct Input {
       ok = pass<true, false>(begin, begin + chunk);
     }
     have = begin;
-    return s.all_ok(ok);
+    if (!s.all_ok(ok)) return false;
+    int count = begin + chunk < PADDED ? chunk : PADDED - begin;
+    quantize<F>(s.rows, count, [this](int row) { return row * stride16; });
+    return true;
   }
 
  private:

@@ -24,9 +24,9 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
     for (int begin = 0; begin < In::PADDED; begin += input.chunk) {
       if (begin) block_barrier();  // everybody is done with the chunk before
       if (!input.fill(begin)) return false;
-      int at[PIECES], end = begin + input.chunk < In::PADDED ? begin + input.chunk : In::PADDED;
-      input.columns(at);
-      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].run(at, begin, end, acc[m]);
+      int end = begin + input.chunk < In::PADDED ? begin + input.chunk : In::PADDED;
+      Columns x = input.columns();
+      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].run(x, begin, end, acc[m]);
     }
     UNROLL for (int m = 0; m < MATRICES; ++m) leave_part(acc[m], m);
     block_barrier();

@@ -68,8 +68,10 @@ struct Decode {
   DEVICE bool mlp(u32 layer) {
     Const<LayerWeights> w = as_const(a->weights) + layer;
     Route route({slot(a->router_scores, layer, EXPERTS), EXPERTS, tag(2 * layer + 2)}, w->router_bias, ROUTED_SCALE);
-    if (w->dense) return gate_up(layer, w, route) && dense_down(layer, w);
-    return router(layer, w) && gate_up(layer, w, route) && expert_down(layer, w, route);
+    if (!w->dense && !router(layer, w)) return false;
+    // One piece of code where the formats are the same.
+    bool ok = SAME<Linear, Expert> || w->dense ? gate_up<Linear>(layer, w, route) : gate_up<Expert>(layer, w, route);
+    return ok && (w->dense ? dense_down(layer, w) : expert_down(layer, w, route));
   }
 
  private:
@@ -288,7 +290,7 @@ struct Decode {
 
   // in x(2l + 1), normalized;  out middle: silu(gate) * up of the dense layer; or of the shared expert, which needs no route and
   // so goes first, and then, with the router's weights, of every expert that some row chose, once for all rows.
-  DEVICE bool gate_up(u32 layer, Const<LayerWeights> w, Route& route) {
+  template <class F> DEVICE bool gate_up(u32 layer, Const<LayerWeights> w, Route& route) {
     bool dense = w->dense;
     int width = dense ? DENSE_WIDTH : EXPERT_WIDTH, tiles = width / TILE_ROWS;
     // As many tasks as there could be: how many there are is known only to blocks that ask for the route.
@@ -304,13 +306,13 @@ struct Decode {
     a = fresh(a);
     u32 t = mlp_tag(layer);
     Pair* out = slot(a->middle, layer, MIDDLE);
-    auto input = input_for<Linear, HIDDEN, 2>(s, mlp_input(layer, w));
+    auto input = input_for<F, HIDDEN, 2>(s, mlp_input(layer, w));
     Matrix m = copy_of(&w->gate_up);
-    bool ok = linear_tasks<Linear, HIDDEN, 2>(
+    bool ok = linear_tasks<F, HIDDEN, 2>(
         s, GATE_UP, t, most, input, exists,
         [&](int task, int half) {
           u64 matrix = dense ? half : (u64)expert(task) * 2 + half;
-          return tile_row<Linear, HIDDEN>(m.tiles, m.scales, width, matrix, task % tiles);
+          return tile_row<F, HIDDEN>(m.tiles, m.scales, width, matrix, task % tiles);
         },
         [](auto&, int) {},
         [&](int task, int row, int n, const f32(&v)[2][2]) {
@@ -340,7 +342,7 @@ struct Decode {
   DEVICE bool expert_down(u32 layer, Const<LayerWeights> w, Route& route) {
     a = fresh(a);
     u32 t = mlp_tag(layer);
-    ExpertsDown<Linear, EXPERT_WIDTH> experts{{slot(a->middle, layer, MIDDLE), MIDDLE, t}, copy_of(&w->down), HIDDEN};
+    ExpertsDown<Expert, EXPERT_WIDTH> experts{{slot(a->middle, layer, MIDDLE), MIDDLE, t}, copy_of(&w->down), HIDDEN};
     return experts.run(s, DOWN_SUM, t, route, [&](int task, int row, int n, const f32(&v)[2]) {
       add_to_x(2 * layer + 1, row, task * TILE_ROWS + n, v);
     });

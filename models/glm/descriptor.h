@@ -3,17 +3,18 @@
 #pragma once
 #include "platform/types.h"
 
-constexpr u32 DESCRIPTOR_VERSION = 1;
+constexpr u32 DESCRIPTOR_VERSION = 2;
 
-// A linear map of `n` output rows, packed in tiles of 16 rows and 1 KB (hip/tile/tile.h). `scales` only for FP8:
-// f32 [ceil(n / 128)][ceil(k / 128)] as published.
+// A linear map of `n` output rows, packed in tiles of 16 rows and 1 KB (hip/tile/tile.h). `scales`: of FP8, f32
+// [ceil(n / 128)][ceil(k / 128)]; of MXFP4, E8M0 bytes, 64 a tile; else null.
 struct Matrix {
   const void* tiles;
-  const f32* scales;
+  const void* scales;
 };
 
 // One layer's weights. LINEAR is the checkpoint's format for big matrices (f32, bf16 or FP8), ISLAND that of those the
-// checkpoint never quantizes (f32 or bf16), ABSORBED f32 when LINEAR is, else bf16. H hidden, E experts.
+// checkpoint never quantizes (f32 or bf16), ABSORBED f32 when LINEAR is, else bf16, EXPERT that of routed and shared experts
+// (LINEAR's, or MXFP4). H hidden, E experts.
 struct LayerWeights {
   const f32* attention_norm;  // [H]
   const f32* q_a_norm;        // [Q_LORA]
@@ -31,9 +32,9 @@ struct LayerWeights {
   Matrix index_weights;       // ISLAND [INDEX_HEADS][H]
   Matrix router;              // ISLAND [E][H]; null in dense layers
   const f32* router_bias;     // [E]; null in dense layers
-  Matrix gate_up;             // LINEAR; dense layers: 2 matrices [DENSE_WIDTH][H], gate then up;
-                              // MoE layers: E + 1 times (gate [EXPERT_WIDTH][H], up), the shared expert last
-  Matrix down;                // LINEAR; dense: [H][DENSE_WIDTH]; MoE: E + 1 matrices [H][EXPERT_WIDTH]
+  Matrix gate_up;             // dense layers: LINEAR, 2 matrices [DENSE_WIDTH][H], gate then up;
+                              // MoE layers: EXPERT, E + 1 times (gate [EXPERT_WIDTH][H], up), the shared expert last
+  Matrix down;                // dense: LINEAR [H][DENSE_WIDTH]; MoE: EXPERT, E + 1 matrices [H][EXPERT_WIDTH]
   u32 dense;                  // 1: dense layer, 0: MoE
   u32 full_index;             // 1: the layer has an indexer, 0: it shares the previous full layer's selection
   void* latent_cache;         // CACHE [pages][PAGE][KV_LORA + ROPE]

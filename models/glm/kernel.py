@@ -26,7 +26,16 @@ SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
 # gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
 LDS_WORDS = {"host": 15104, "gfx942": 15104, "gfx950": 38912, "sm_90": 49152}
 
-_FORMATS = {"f32": "F32", "bf16": "Bf16", "fp8": "Fp8"}
+ACTIVATIONS = ("bf16", "fp8")  # what quantized matrices meet: bf16, or FP8 quantized per group as in the published models
+
+# Kernel type of a packed format, by the activations.
+_FORMATS = {
+    "f32": {"bf16": "F32", "fp8": "F32"},
+    "bf16": {"bf16": "Bf16", "fp8": "Bf16"},
+    "fp8": {"bf16": "Fp8<false>", "fp8": "Fp8A8<false>"},
+    "fp8_fnuz": {"bf16": "Fp8<true>", "fp8": "Fp8A8<true>"},
+    "mxfp4": {"bf16": "Mxfp4", "fp8": "Mxfp4A8"},
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,9 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
         yield f"num_experts_per_tok {config.num_experts_per_tok} is more than 14"
 
 
-def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1) -> str:
+def model_header(
+    config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16"
+) -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
     shape = Shape.of(config, tp)
     sizes = {
@@ -113,14 +124,19 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1) 
         "INDEX_SCALE": config.index_scale,
         "INDEX_WEIGHT_SCALE": config.index_weight_scale,
     }
-    types = {"Linear": formats.linear, "Island": formats.island, "Absorbed": formats.absorbed}
+    types = {
+        "Linear": _FORMATS[formats.linear][activations],
+        "Expert": _FORMATS[getattr(formats, "expert", formats.linear)][activations],
+        "Island": _FORMATS[formats.island]["bf16"],
+        "Absorbed": _FORMATS[formats.absorbed]["bf16"],
+    }
     return "\n".join(
         [
             "#pragma once",
             *(f"constexpr int {name} = {value};" for name, value in sizes.items()),
             *(f"constexpr float {name} = {float(value)!r}f;" for name, value in numbers.items()),
             '#include "tile/tile.h"',
-            *(f"using {name} = {_FORMATS[value]};" for name, value in types.items()),
+            *(f"using {name} = {value};" for name, value in types.items()),
             "",
         ]
     )

@@ -1,0 +1,132 @@
+// Weight formats, each with the activations it meets.
+//
+//   COLUMNS   of a tile of 1 KB                UNIT, TILES   k that belong together, and their tiles
+//   AHEAD     units in flight per wave: 4 to 8 KB a wave, about bandwidth x latency of a compute unit; chunks of activations
+//             are multiples of it, so a small LDS bounds it
+//   ACT_BYTES of an activation as it comes to LDS     GROUP  activations with one scale, 0: they are not quantized
+//   Scale     what a unit carries besides its tiles: nothing, one f32, or a byte (E8M0) a lane
+//   multiply(frags, scale, columns, k, acc)  adds a unit's product; its activations begin `k` behind each column's first
+#pragma once
+#include "tile/quantize.h"
+
+constexpr bool ROOMY = LDS_WORDS >= 32768;
+
+struct NoScale {};
+
+struct F32 {
+  static constexpr int COLUMNS = 16, UNIT = 16, TILES = 1, AHEAD = 8, ACT_BYTES = 4, GROUP = 0;
+  using Scale = NoScale;
+  DEVICE static void multiply(const Frag (&w)[1], NoScale, const Columns& x, int k, Acc& acc) {
+    mma_f32(w[0], act_frag(x, k / 4 + frag_chunk()), acc);
+  }
+};
+
+struct Bf16 {
+  static constexpr int COLUMNS = 32, UNIT = 32, TILES = 1, AHEAD = 8, ACT_BYTES = 2, GROUP = 0;
+  using Scale = NoScale;
+  DEVICE static void multiply(const Frag (&w)[1], NoScale, const Columns& x, int k, Acc& acc) {
+    mma_bf16(w[0], act_frag(x, k / 8 + frag_chunk()), acc);
+  }
+};
+
+// bf16 weights with f32 activations, for the router and the indexer's head weights: what they decide is discrete.
+struct Bf16Wide {
+  static constexpr int COLUMNS = 32, UNIT = 32, TILES = 1, AHEAD = 4, ACT_BYTES = 4, GROUP = 0;
+  using Scale = NoScale;
+  DEVICE static void multiply(const Frag (&w)[1], NoScale, const Columns& x, int k, Acc& acc) {
+    Frag wide[2];
+    frag_bf16_to_f32(w[0], wide);
+    UNROLL for (int p = 0; p < 2; ++p) mma_f32(wide[p], act_frag(x, k / 4 + 2 * frag_chunk() + p), acc);
+  }
+};
+
+// e4m3 weights, one f32 scale per 128 x 128. FNUZ: bytes as gfx942's instructions read them, half the value of OCP's; the
+// packer has doubled the scales and made OCP's -0, which is FNUZ's NaN, a 0.
+template <bool FNUZ> struct Fp8Weights {
+  static constexpr int COLUMNS = 64, UNIT = 128, TILES = 2, AHEAD = ROOMY ? 4 : 2, ACT_BYTES = 2;
+  using Scale = f32;
+};
+// Widened to bf16 in registers, exactly, for bf16 activations.
+template <bool FNUZ> struct Fp8 : Fp8Weights<FNUZ> {
+  static constexpr int GROUP = 0;
+  DEVICE static void multiply(const Frag (&w)[2], f32 scale, const Columns& x, int k, Acc& acc) {
+    Acc block = {};
+    UNROLL for (int t = 0; t < 2; ++t) {
+      Frag wide[2];
+      FNUZ ? frag_fnuz_to_bf16(w[t], wide) : frag_fp8_to_bf16(w[t], wide);
+      UNROLL for (int p = 0; p < 2; ++p) mma_bf16(wide[p], act_frag(x, k / 8 + 8 * t + 2 * frag_chunk() + p), block);
+    }
+    if (FNUZ) scale *= 1 / FNUZ_TIMES;
+    UNROLL for (int i = 0; i < ACCS; ++i) acc.v[i] = __builtin_fmaf(scale, block.v[i], acc.v[i]);
+  }
+};
+// With activations quantized per 128, as the published models do: FP8 matrix instructions on both as they are.
+template <bool FNUZ> struct Fp8A8 : Fp8Weights<FNUZ> {
+  static_assert(FNUZ == (FP8_FNUZ != 0), "the weights have to be packed for this target's FP8");
+  static constexpr int GROUP = 128;
+  DEVICE static void multiply(const Frag (&w)[2], f32 scale, const Columns& x, int k, Acc& acc) {
+    Acc block = {};
+    UNROLL for (int t = 0; t < 2; ++t) mma_fp8(w[t], act_frag(x, k / 8 + 4 * t + frag_chunk()), block);
+    UNROLL for (int i = 0; i < ACCS; ++i) {
+      f32 of_group = x.result[i] < 0 ? 0 : lds_value((x.result[i] + k / 8 + FP8_GROUP_SCALE16) * 4);
+      acc.v[i] = __builtin_fmaf(scale * of_group, block.v[i], acc.v[i]);
+    }
+  }
+};
+
+// E2M1 weights with E8M0 scales per 32 of a row: a lane's 16 bytes are one group of 32, its scale one byte.
+struct Mxfp4Weights {
+  static constexpr int COLUMNS = 128, UNIT = 128, TILES = 1, AHEAD = ROOMY ? 4 : 2, ACT_BYTES = 2;
+  struct Scale {
+    u32 e8m0[PIECES];
+  };
+  // Expanded to bf16, scale included: exact.
+  DEVICE static void multiply_wide(const Frag& w, const Scale& scale, const Columns& x, int k, Acc& acc) {
+    UNROLL for (int p = 0; p < 4; ++p) {
+      Frag wide;
+      UNROLL for (int piece = 0; piece < PIECES; ++piece) e2m1_to_bf16(w.w[piece][p], scale.e8m0[piece], wide.w[piece]);
+      mma_bf16(wide, act_frag(x, k / 8 + 4 * frag_chunk() + p), acc);
+    }
+  }
+};
+struct Mxfp4 : Mxfp4Weights {
+  static constexpr int GROUP = 0;
+  DEVICE static void multiply(const Frag (&w)[1], const Scale& scale, const Columns& x, int k, Acc& acc) {
+    multiply_wide(w[0], scale, x, k, acc);
+  }
+};
+// With MXFP8 activations: gfx950's scaled instruction takes both as they are; elsewhere the activations are in LDS as the
+// bf16 numbers that they stand for.
+struct Mxfp4A8 : Mxfp4Weights {
+  static constexpr int GROUP = 32;
+  DEVICE static void multiply(const Frag (&w)[1], const Scale& scale, const Columns& x, int k, Acc& acc) {
+#if defined(NATIVE_MX)
+    int group = k / 8 + 4 * frag_chunk();
+    Frag halves[2] = {act_frag(x, group), act_frag(x, group + 1)};
+    u32 of_group = x.operand[0] < 0 ? 127 : (u32)lds[(x.operand[0] + group + MX_GROUP_SCALE16) * 4];
+    mma_mxfp4(w[0], scale.e8m0[0], halves, of_group, acc);
+#else
+    multiply_wide(w[0], scale, x, k, acc);
+#endif
+  }
+};
+
+// What activations are rounded to for weights of a format when they are not quantized, which is also what caches hold; and
+// the format that takes a matrix with exact activations.
+template <class F> struct ActivationsOfFormat {
+  using Type = Bf16;
+};
+template <> struct ActivationsOfFormat<F32> {
+  using Type = F32;
+};
+template <class F> using ActivationsOf = typename ActivationsOfFormat<F>::Type;
+template <class F> struct WideOfFormat {
+  using Type = F;
+};
+template <> struct WideOfFormat<Bf16> {
+  using Type = Bf16Wide;
+};
+template <class F> using Wide = typename WideOfFormat<F>::Type;
+
+template <class A, class B> constexpr bool SAME = false;
+template <class A> constexpr bool SAME<A, A> = true;
