@@ -113,10 +113,6 @@ DEVICE u32 to_fp8_fnuz(f32 f) {                                              // 
   return f == f ? byte == 0x80 ? 0 : byte : 0x80;
 }
 
-// Two OCP bytes, bits 0-7 and 8-15, as packed bf16: exact.
-DEVICE u32 fp8_pair_to_bf16(u32 two) {
-  return bits<u32>(fp8_ocp(two & 0xff)) >> 16 | (bits<u32>(fp8_ocp(two >> 8 & 0xff)) & 0xffff0000);
-}
 // Eight E2M1 numbers, the low nibble first, times their group's E8M0 scale, as packed bf16. Exact where bf16 has the number.
 DEVICE void e2m1_to_bf16(u32 eight, u32 scale, u32 (&out)[4]) {
 #if defined(NATIVE_MX)

@@ -131,7 +131,8 @@ KERNEL void tiles(const Args* args) {
   UNROLL for (int i = 0; i < ACC; ++i) store_plain(p->out + acc_row(i) * 16 + acc_col(i), bits<u32>(acc.v[i]), 1);
 }
 
-// out: [3][256] fp8_ocp, fp8_fnuz, e8m0 of the thread; [256] e2m1 (low nibble); out2: [65536] fp8_pair_to_bf16, [256] e2m1_pair
+// out: [3][256] fp8_ocp, fp8_fnuz, e8m0 of the thread; [256] e2m1 (low nibble); out2: [256][8] e2m1_to_bf16 of
+// all 16 codes with scale t
 KERNEL void decode_all(const Args* args) {
   Const<Args> p = as_const(args);
   u32 t = thread_id();
@@ -139,8 +140,11 @@ KERNEL void decode_all(const Args* args) {
   store_plain(p->out + 256 + t, bits<u32>(fp8_fnuz(t)), 1);
   store_plain(p->out + 512 + t, bits<u32>(e8m0(t)), 1);
   store_plain(p->out + 768 + t, bits<u32>(e2m1(t & 15)), 1);
-  for (u32 two = t; two < 65536; two += THREADS) store_plain(p->out2 + two, fp8_pair_to_bf16(two), 1);
-  store_plain(p->out2 + 65536 + t, e2m1_pair_to_bf16(t), 1);
+  UNROLL for (int half = 0; half < 2; ++half) {
+    u32 wide[4];
+    e2m1_to_bf16(half ? 0xfedcba98u : 0x76543210u, t, wide);
+    UNROLL for (int i = 0; i < 4; ++i) store_plain(p->out2 + 8 * t + 4 * half + i, wide[i], 1);
+  }
 }
 
 // out: fp8_to_bf16 of the n * 16 bytes of a
