@@ -52,6 +52,8 @@ struct Decode {
   }
 
   DEVICE bool run() {
+    for (u32 layer = 0; layer < a->layer_begin; ++layer)  // a selection may be an earlier launch's
+      if (as_const(a->weights)[layer].full_index) selection_layer = layer;
     for (u32 layer = a->layer_begin; layer < a->layer_end; ++layer)
       if (!attention(layer) || !mlp(layer)) return false;
     return a->layer_end < a->layers || next_token();
