@@ -40,6 +40,7 @@ template <class Group> DEVICE void quantize_fp8(int groups, Group group) {
     int i = from + me / 8, at = group(i < groups ? i : groups - 1);
     f32 v[16], most = load_group(at + me % 8 * 2, v);
     UNROLL for (int o = 1; o < 8; o *= 2) most = larger(most, bits<f32>(wave_read(bits<u32>(most), lane ^ o)));
+    block_barrier();  // the group has been read: its eight lanes write where others of them have read
     if (i >= groups) continue;
     f32 scale = most / 448.f, inverse = most > 0 ? 448.f / most : 0.f;
     UNROLL for (int w = 0; w < 4; ++w) {

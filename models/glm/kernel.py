@@ -142,7 +142,8 @@ def model_header(
     )
 
 
-def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1) -> Unit:
-    """What the toolchain compiles for one target."""
-    name = f"glm-{formats.linear}-{formats.island}-tp{tp}"
-    return Unit(name, FOLDER / "decode.hip", {"model_config.h": model_header(config, formats, target, tp)})
+def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> Unit:
+    """What the toolchain compiles for one target. activations: one of ACTIVATIONS."""
+    name = f"glm-{formats.linear}-{formats.island}-a{activations}-tp{tp}"
+    header = model_header(config, formats, target, tp, activations)
+    return Unit(name, FOLDER / "decode.hip", {"model_config.h": header})

@@ -86,6 +86,7 @@ class MegaPath:
     """Decode steps of up to 16 rows, one launch each (or `mega_tasks` of them, split at layer borders: the same bits).
 
     blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
+    activations: what quantized matrices meet, "bf16" or "fp8" (quantized per group, as in the published models).
     Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
     dimensions do not fit its tiles.
     """
@@ -101,12 +102,15 @@ class MegaPath:
         max_rows: int = kernel.ROWS,
         max_model_len: int,
         mega_tasks: int = 1,
+        activations: str = "bf16",
         artifact: Artifact | None = None,
     ) -> None:
         if not 1 <= max_rows <= kernel.ROWS:
             raise RequestError(f"max_rows={max_rows}: the mega-task takes 1 to {kernel.ROWS} rows.")
+        if activations not in kernel.ACTIVATIONS:
+            raise RequestError(f"activations={activations!r}: choose one of {', '.join(kernel.ACTIVATIONS)}.")
         self.config, self.weights, self.cache, self.driver = config, weights, cache, driver
-        self.max_rows, self.max_model_len = max_rows, max_model_len
+        self.max_rows, self.max_model_len, self.activations = max_rows, max_model_len, activations
         self.max_pages = -(-max_model_len // PAGE)
         self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
         self._header = descriptor.load(kernel.FOLDER / "descriptor.h")
@@ -166,7 +170,8 @@ class MegaPath:
 
     def _load(self, artifact: Artifact | None) -> Function:
         if artifact is None:
-            artifact = compile_unit(kernel.unit(self.config, self.weights.formats, self.driver.arch), self.driver.arch)
+            unit = kernel.unit(self.config, self.weights.formats, self.driver.arch, activations=self.activations)
+            artifact = compile_unit(unit, self.driver.arch)
         stages = descriptor.load(kernel.FOLDER / "stages.h").enums["Stage"]
         return self.driver.load(artifact).function(kernel.KERNEL, [name.lower() for name in stages])
 

@@ -70,11 +70,11 @@ def test_inspect_prints_the_named_fields(monkeypatch):
     [kernel] = json.loads(result.stdout)["kernels"]
     named = "name arch vgpr agpr sgpr lds_bytes scratch_bytes vgpr_spills sgpr_spills waves_per_simd mfma load_widths"
     assert {*named.split(), "code_bytes"} <= set(kernel)
-    assert asked == [("glm-fp8-bf16-tp8", "gfx942")]
+    assert asked == [("glm-fp8-bf16-abf16-tp8", "gfx942")]
     result = run(app, ["inspect", "--model", "glm-5.2-tiny"])
     assert result.exit_code == 0, result.output
     assert "glm_decode" in result.stdout
-    assert asked[1] == ("glm-f32-f32-tp1", "gfx950")
+    assert asked[1] == ("glm-f32-f32-abf16-tp1", "gfx950")
 
 
 def test_doctor_names_what_it_looked_for():
