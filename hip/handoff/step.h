@@ -15,6 +15,7 @@
 // A flag is compared with >=: a producer that is ahead may already have moved the one word on to a later epoch, and the data
 // of ours are still whole (each region's header says why). Tags only grow, over steps too; nothing is ever cleared.
 #pragma once
+#include "handoff/timeline.h"
 #include "platform/numeric.h"
 #include "platform/platform.h"
 
@@ -27,6 +28,7 @@ struct Step {
   u32* const error;  // [8] claimed, rank, block, stage, task, expected, seen
   u32 base = 0, stage = 0, task = 0, tag = 0;
   u32 turn = 0;                        // of waves_ok
+  Timeline timeline;
   u32 lost_wanted = 0, lost_seen = 0;  // of the wait that this thread gave up; equal: none
 
   DEVICE Step(u32 rows, u32 rank, u32 poll_limit, u32* error)
@@ -42,7 +44,10 @@ struct Step {
   DEVICE void begin(u32 at_stage, u32 at_task, u32 at_tag) {
     stage = at_stage, task = at_task, tag = at_tag;
     mark(stage, task, tag);
+    timeline.stamp(stage, task, Moment::BEGIN, tag);
   }
+  DEVICE void input_is_there() { timeline.stamp(stage, task, Moment::INPUT, tag); }
+  DEVICE void end() { timeline.stamp(stage, task, Moment::END, tag); }
 
   // One more poll? False when this wait, or another one anywhere, was given up: then the block leaves the kernel (all_ok), and
   // so, 64 polls later, does everybody else.
@@ -105,12 +110,13 @@ struct Step {
   }
 
   // After the whole block has stored its bulk data: the announcement.
-  DEVICE void announce(Pair* flag, u32 at_tag, Stored how) const {
+  DEVICE void announce(Pair* flag, u32 at_tag, Stored how) {
     drain();
     block_barrier();
     if (wave_id() != 0) return;
     if (how == Stored::PLAIN) release_device();
     if (lane_id() == 0) publish(flag, {0, at_tag});
+    end();
   }
 };
 

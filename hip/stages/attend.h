@@ -66,6 +66,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       load_entries(at, tag);
       for (int group = 0; group < HEADS; group += 16) {
         if (!load_queries(s, at.row, group)) return false;  // ends with a barrier: entries are there too
+        s.input_is_there();
         scores();
         block_barrier();
         probabilities(at, group, tag);
@@ -223,6 +224,7 @@ DEVICE bool merge(Step& s, u32 stage, u32 tag, const Selected& selected, const P
     s.begin(stage, task, tag);
     int row = task / HEADS, head = task % HEADS, splits = selected.splits(row);
     if (!s.wait_flags(splits, tag, [&](int split) { return from.flags + row * MAX_SPLITS + split; })) return false;
+    s.input_is_there();
     acquire_device();
     auto stat = [&](int split, int which) {
       return load_plain(from.stat + (((u64)row * MAX_SPLITS + split) * HEADS + head) * 2 + which, tag);
@@ -240,6 +242,7 @@ DEVICE bool merge(Step& s, u32 stage, u32 tag, const Selected& selected, const P
                load_plain(from.out + (((u64)row * MAX_SPLITS + split) * HEADS + head) * LATENT + c, tag);
       put(latent_out + ((u64)row * HEADS + head) * LATENT + c, out / sum, tag);
     }
+    s.end();
   }
   s.finish(tasks);
   return true;

@@ -89,6 +89,7 @@ template <class F, int LATENT, int ROPE, int INDEX> DEVICE bool write_cache(Step
     bool ok = entry.take(s, kv, row);
     if (e.index_norm) ok = key.take(s, index, row) && ok;
     if (!s.all_ok(ok)) return false;
+    s.input_is_there();
 
     f32 squares_of_latent = 0;
     UNROLL for (int t = 0; t < entry.TURNS; ++t) if (entry.channel(t) < LATENT) squares_of_latent +=

@@ -58,6 +58,7 @@ template <class F, int WIDTH_E> struct ExpertsDown {
         f32 v[2] = {sum_parts(0, row, n), sum_parts(0, row, n + 1)};
         sink(task, row, n, v);
       }
+      s.end();
       block_barrier();
     }
     s.finish(tasks);
@@ -112,6 +113,7 @@ template <class F, int WIDTH_E> struct ExpertsDown {
       }
     }
     if (!s.all_ok(ok)) return false;
+    s.input_is_there();
     quantize<F>(s.rows, PLACES * (end - begin) * F::UNIT, [&](int row) { return row * stride16; });
     return true;
   }

@@ -39,6 +39,7 @@ template <class F, int HEADS, int DIM> struct IndexScores {
       RowPart at = find_part(task, s.rows, parts_of);
       u32 position = load_constant(positions + at.row);
       if (!gather(s, at.row, at.part == (int)(position / PAGE), tag)) return false;
+      s.input_is_there();
       acquire_device();
       for (int group = wave_id(); group < PAGE / 16; group += WAVES) dot_products(at, group, position, tag);
       block_barrier();

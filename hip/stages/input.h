@@ -102,6 +102,7 @@ template <class F, int K, int GRAIN, class Source> struct Input {
     }
     have = begin;
     if (!s.all_ok(ok)) return false;
+    s.input_is_there();
     int count = begin + chunk < PADDED ? chunk : PADDED - begin;
     quantize<F>(s.rows, count, [this](int row) { return row * stride16; });
     return true;

@@ -36,6 +36,7 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
       UNROLL for (int m = 0; m < MATRICES; ++m) v[m][0] = sum_parts(m, row, n), v[m][1] = sum_parts(m, row, n + 1);
       sink(task, row, n, v);
     }
+    s.end();
     block_barrier();  // before the parts, or LDS for the next input, are written again
   }
   s.finish(tasks);

@@ -45,6 +45,7 @@ template <int K> struct Select {
       s.begin(stage, row, tag);
       if (!s.wait_flags((n + PAGE - 1) / PAGE, tag, [&](int page) { return score_flags + row * max_pages + page; }))
         return false;
+      s.input_is_there();
       acquire_device();
       auto key = [&](u32 j) { return order_key(load_plain(scores + row * stride + j, tag)); };
       u32 take = K;  // of those equal to the threshold, once it is complete

@@ -41,7 +41,11 @@ struct Decode {
   u32 selection_layer = 0;  // the layer whose selection is in force
 
   DEVICE explicit Decode(Const<DecodeArgs> a)
-      : a(a), s(a->rows, a->rank, a->poll_limit, a->error), pages{a->block_table, a->max_pages} {}
+      : a(a), s(a->rows, a->rank, a->poll_limit, a->error), pages{a->block_table, a->max_pages} {
+#if TIMELINE
+    s.timeline = {a->timeline, a->timeline_count, a->timeline_capacity};
+#endif
+  }
 
   // Whether some row's context is longer than the selection. If none is, nobody would wait for what the indexers make of the
   // queries, and a task that nobody waits for must not run: its inputs could be overwritten under it.
@@ -379,4 +383,5 @@ KERNEL void glm_decode(const DecodeArgs* args) {
   if (a->version != DESCRIPTOR_VERSION) return;
   Decode step(a);
   if (!step.run()) step.s.report();
+  step.s.timeline.close(a->epoch);
 }

@@ -83,4 +83,7 @@ struct DecodeArgs {
   u32* error;             // [8] claimed, rank, block, stage, task, expected, seen, 0
   f32* logits;            // [ROWS][VOCAB], written if not null
   u32* tokens_out;        // [ROWS]
+  Vec4* timeline;         // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null
+  u32* timeline_count;    // [blocks]
+  u32 timeline_capacity;
 };
