@@ -242,7 +242,7 @@ class Runner:
     def _shape(self, rows: int, context: int, logits: bool = False) -> StepShape:
         return StepShape(
             family=self.family,
-            format=self.weights.formats.linear,
+            format=self.weights.formats.label,
             target=self.target,
             rows=rows,
             context=context,

@@ -31,7 +31,8 @@ class GlmConfig:
             rms_norm_eps; config.json does not say. We follow transformers.
         dense_layers: per layer, True for a dense MLP and False for a mixture of experts.
         full_index: per layer, True if it selects for itself and False if it shares the previous full layer's selection.
-        quantized: True for FP8 e4m3 weights with 128x128 block scales.
+        quantization: how config.json says that weights are quantized: "fp8" (e4m3, 128x128 blocks), "quark" (MXFP4
+            and, it may be, FP8; the tensors tell which), or "".
     """
 
     vocab_size: int
@@ -57,9 +58,14 @@ class GlmConfig:
     dense_layers: tuple[bool, ...]
     full_index: tuple[bool, ...]
     eos_token_ids: tuple[int, ...] = ()
-    quantized: bool = False
+    quantization: str = ""
     latent_norm_eps: float = LATENT_NORM_EPS
     index_norm_eps: float = INDEX_NORM_EPS
+
+    @property
+    def quantized(self) -> bool:
+        """Whether config.json says that weights are quantized."""
+        return bool(self.quantization)
 
     @property
     def qk_head_dim(self) -> int:
@@ -154,6 +160,29 @@ _IRRELEVANT = {
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
 
 
+# Fields of Quark's quantization_config. Those that say how activations or the cache would be quantized elsewhere do not
+# change the weights' values.
+_QUARK = {
+    "quant_method", "global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "export",
+    "algo_config", "kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec", "quant_mode", "version",
+    "pack_method", "custom_mode", "min_kv_scale",
+}  # fmt: skip
+
+
+def _is_mxfp4(weight: dict[str, Any]) -> bool:
+    scales = weight.get("scale_format", "e8m0")
+    return (weight.get("dtype"), weight.get("qscheme"), weight.get("group_size"), scales) == (
+        "fp4",
+        "per_group",
+        32,
+        "e8m0",
+    )
+
+
+def _is_block_fp8(weight: dict[str, Any]) -> bool:
+    return weight.get("dtype") == "fp8_e4m3" and list(weight.get("block_size") or ()) == [128, 128]
+
+
 class _Reader:
     """Collects fields and reasons; `read` returns the configuration or raises with all of them."""
 
@@ -171,7 +200,7 @@ class _Reader:
         fields["full_index"] = self._full_index(layers)
         fields["dense_layers"] = self._dense_layers(layers)
         fields["eos_token_ids"] = self._eos_token_ids()
-        fields["quantized"] = self._quantized()
+        fields["quantization"] = self._quantization()
         self._check_layer_types(layers)
         self._check_sizes(fields)
         if self.reasons:
@@ -315,17 +344,26 @@ class _Reader:
             return ()
         return tuple(ids)
 
-    def _quantized(self) -> bool:
+    def _quantization(self) -> str:
         if "quantization_config" not in self.config:
-            return False
+            return ""
         quantization = self.config["quantization_config"]
         if not isinstance(quantization, dict):
             self._refuse(f"quantization_config is {quantization!r}, not an object")
-            return False
-        if quantization.get("quant_method") != "fp8":
-            method = quantization.get("quant_method")
-            self._refuse(f"quantization_config.quant_method is {method!r} and only 'fp8' (128x128 blocks) is supported")
-            return True
+            return ""
+        method = quantization.get("quant_method")
+        if method == "fp8":
+            self._check_fp8(quantization)
+        elif method == "quark":
+            self._check_quark(quantization)
+        else:
+            self._refuse(
+                f"quantization_config.quant_method is {method!r} and only 'fp8' (128x128 blocks) and 'quark' (MXFP4) "
+                "are supported"
+            )
+        return str(method)
+
+    def _check_fp8(self, quantization: dict[str, Any]) -> None:
         only: dict[str, Callable[[Any], bool]] = {
             "quant_method": lambda value: True,
             "fmt": lambda value: value == "e4m3",
@@ -342,7 +380,25 @@ class _Reader:
                 self._refuse(f"quantization_config.{name} is not known for this model")
             elif not only[name](value):
                 self._refuse(f"quantization_config.{name} is {value!r}, which is not supported")
-        return True
+
+    def _check_quark(self, quantization: dict[str, Any]) -> None:
+        """AMD Quark's: a scheme for all layers and others for some; which tensor has which, the tensors tell."""
+        for name in sorted(quantization.keys() - _QUARK):
+            self._refuse(f"quantization_config.{name} is not known for this model")
+        export = quantization.get("export")
+        if isinstance(export, dict) and export.get("weight_format", "real_quantized") != "real_quantized":
+            self._refuse(f"quantization_config.export.weight_format {export['weight_format']!r} is not supported")
+        layers = quantization.get("layer_quant_config") or {}
+        schemes = {"global_quant_config": quantization.get("global_quant_config")}
+        schemes |= {f"layer_quant_config.{name}": scheme for name, scheme in dict(layers).items()}
+        for name, scheme in schemes.items():
+            weight = scheme.get("weight") if isinstance(scheme, dict) else None
+            if not isinstance(weight, dict) or not (_is_mxfp4(weight) or _is_block_fp8(weight)):
+                self._refuse(
+                    f"quantization_config.{name} has weights of another kind than MXFP4 (fp4 in groups of 32 with e8m0 "
+                    "scales) or FP8 in blocks of 128x128"
+                )
+                return
 
     def _check_sizes(self, fields: dict[str, Any]) -> None:
         heads = fields["num_attention_heads"]

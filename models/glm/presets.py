@@ -21,7 +21,7 @@ from rocmega.checkpoint import INDEX
 from rocmega.checkpoint.tiles import SCALE_BLOCK, dequantize_fp8, scale_grid
 from rocmega.errors import RequestError
 from rocmega.models.glm.config import MODEL_TYPE, GlmConfig, from_dict
-from rocmega.models.glm.weights import Expected, expected_tensors, scale_name
+from rocmega.models.glm.published import QUANTIZABLE, Expected, expected_tensors, scale_name
 
 _COMMON = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -166,7 +166,7 @@ def _stored(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (shape, kind) in expected.items():
         value = _value(model, name, shape, seed)
-        if dtype == "fp8" and kind in ("linear", "up"):
+        if dtype == "fp8" and kind in QUANTIZABLE:
             weight, scales = quantize_fp8(value)
             if dequantized:
                 yield name, dequantize_fp8(weight, scales)

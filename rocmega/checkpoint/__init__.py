@@ -1,11 +1,13 @@
 """Checkpoints as published: safetensors, in one file or in shards with an index. Nothing is ever unpickled.
 
-`Checkpoint` reads tensors by name; `tiles` holds the packed layout they are turned into.
+`Checkpoint` reads tensors by name, `layouts` knows how published checkpoints store matrices, and `tiles` holds the
+packed layout they are turned into.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_READ = 1 << 28  # bytes of one read; the system allows 2 GB
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -33,6 +36,7 @@ class Checkpoint:
         self._files = _weight_map(self.directory)  # tensor name -> file, from the index or the single file's header
         self._headers: dict[Path, dict[str, TensorInfo]] = {}
         self._open: dict[Path, Any] = {}
+        self._descriptors: dict[Path, int] = {}
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -88,6 +92,37 @@ class Checkpoint:
         except Exception as error:  # safetensors' own exception class derives from Exception alone
             raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}). Fetch the file again.") from None
 
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """A tensor's values, or its rows [start, stop) alone, in memory of their own: nothing stays mapped.
+
+        Threads may read at the same time.
+        """
+        import torch
+
+        dtype, info = self.dtype(name), self.info(name)
+        shape, offset = info.shape, info.offset
+        if rows is not None:
+            shape = (rows[1] - rows[0], *shape[1:])
+            offset += rows[0] * (info.nbytes // max(1, info.shape[0]))
+        values = torch.empty(shape, dtype=dtype)
+        self._fill(name, values.view(-1).view(torch.uint8) if values.numel() else values, offset)
+        return values
+
+    def _fill(self, name: str, buffer: torch.Tensor, offset: int) -> None:
+        path = self.file(name)
+        view = buffer.numpy().data.cast("B") if buffer.numel() else memoryview(b"")
+        done = 0
+        try:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            while done < len(view):
+                got = os.preadv(self._descriptors[path], [view[done : done + _READ]], offset + done)
+                if not got:
+                    raise CheckpointError(f"{path} is truncated: tensor {name} ends before its time. Fetch it again.")
+                done += got
+        except OSError as error:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read ({error.strerror}).") from None
+
     @cached_property
     def files(self) -> list[Path]:
         """The files the tensors are in."""
@@ -96,6 +131,8 @@ class Checkpoint:
     def close(self) -> None:
         """Lets go of the files; tensors already read stay valid."""
         self._open.clear()
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.directory)!r}, {len(self._files)} tensors in {len(self.files)} files)"

@@ -38,6 +38,8 @@ class TensorInfo:
 
     dtype: str  # safetensors name: a key of DTYPES where we know it
     shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+    nbytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -66,7 +68,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}): check that the file is there, whole."
         ) from None
-    return _check_extents(path, _parse(path, text), size - 8 - length)
+    return _check_extents(path, _parse(path, text), 8 + length, size - 8 - length)
 
 
 def _parse(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
@@ -82,7 +84,7 @@ def _parse(path: Path, text: bytes) -> dict[str, dict[str, Any]]:
     return header
 
 
-def _check_extents(path: Path, header: dict[str, dict[str, Any]], available: int) -> dict[str, TensorInfo]:
+def _check_extents(path: Path, header: dict[str, dict[str, Any]], start: int, available: int) -> dict[str, TensorInfo]:
     tensors = {}
     for name, entry in header.items():
         shape: Any = entry.get("shape")
@@ -101,7 +103,7 @@ def _check_extents(path: Path, header: dict[str, dict[str, Any]], available: int
                 f"{path}: tensor {name} is {dtype} {list(shape)} but has {end - begin} bytes: the header is damaged. "
                 "Fetch the file again."
             )
-        tensors[name] = TensorInfo(dtype, tuple(shape))
+        tensors[name] = TensorInfo(dtype, tuple(shape), start + begin, end - begin)
     return tensors
 
 

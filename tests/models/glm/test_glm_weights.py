@@ -165,7 +165,7 @@ def bf16(*shape: int) -> torch.Tensor:
         ("f32", {Q_A: None}, f"tensor {Q_A} is missing"),
         ("f32", {Q_A: torch.zeros(256, 128)}, rf"tensor {Q_A} in model.safetensors is \[256, 128\], not \[128, 256\]"),
         ("f32", {Q_A: torch.zeros(128, 256, dtype=torch.float16)}, f"{Q_A} in .* is torch.float16, which is not supp"),
-        ("f32", {Q_A: bf16(128, 256)}, r"big matrices are of different dtypes, .*bfloat16 .*q_a_proj"),
+        ("f32", {Q_A: bf16(128, 256)}, r"matrices of attention are of different dtypes, .*bf16 \(.*q_a_proj"),
         ("f32", {"lm_head.weight": None, "model.norm.weight": None}, r"model.norm.weight is missing"),
         (
             "f32",

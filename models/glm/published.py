@@ -1,0 +1,240 @@
+"""GLM's published checkpoints: names, shapes and storage of their tensors, and whether a directory holds such a one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from rocmega.checkpoint.layouts import MatrixInfo, examine, scale_names
+from rocmega.checkpoint.tiles import FORMATS, scale_grid
+from rocmega.errors import CheckpointError
+from rocmega.models.glm.config import GlmConfig
+
+if TYPE_CHECKING:
+    from rocmega.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What is stored in which format: names as in rocmega.checkpoint.tiles.
+
+    Fields:
+        linear: the big matrices.
+        island: embedding, head, router and index weights, which no checkpoint quantizes; f32 or bf16.
+        expert: gate, up and down of mixture layers, routed and shared; as linear if not given.
+        dense: gate, up and down of dense layers; as linear if not given.
+        absorbed: key_up and value_up; f32 if linear is, else bf16.
+        cache: latent and index cache; f32 if linear is, else bf16.
+    """
+
+    linear: str
+    island: str
+    expert: str = ""
+    dense: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "expert", self.expert or self.linear)
+        object.__setattr__(self, "dense", self.dense or self.linear)
+
+    @property
+    def absorbed(self) -> str:
+        return "f32" if self.linear == "f32" else "bf16"
+
+    @property
+    def cache(self) -> str:
+        return self.absorbed
+
+    @property
+    def label(self) -> str:
+        """The big matrices' format, or formats: "fp8", "fp8+mxfp4" with other experts, "bf16+mxfp4/mxfp4"."""
+        dense = "" if self.dense == self.linear else f"/{self.dense}"
+        return self.linear if self.expert == self.linear and not dense else f"{self.linear}+{self.expert}{dense}"
+
+    def to_json(self) -> dict[str, str]:
+        """For a pack's manifest; Formats(**...) is the inverse."""
+        return asdict(self)
+
+
+# Names and shapes. "linear" are the big matrices of attention and indexer, "dense" and "expert" those of the MLPs, all
+# of which may be quantized; "up" is kv_b_proj, which may be too but ends up absorbed; "island" never is; "vector" is
+# small.
+Expected = dict[str, tuple[tuple[int, ...], str]]
+QUANTIZABLE = ("linear", "dense", "expert", "up")
+_GROUPS = {
+    "linear": "the big matrices of attention are",
+    "dense": "the dense layers' matrices are",
+    "expert": "the experts, the shared one among them, are",
+}
+
+
+def layer_tensors(config: GlmConfig, layer: int) -> Expected:
+    """Tensor name -> (shape, kind) of one layer, scales not counted."""
+    c, prefix = config, f"model.layers.{layer}."
+    heads, hidden = c.num_attention_heads, c.hidden_size
+    linear: dict[str, tuple[int, int]] = {
+        "self_attn.q_a_proj": (c.q_lora_rank, hidden),
+        "self_attn.kv_a_proj_with_mqa": (c.latent_dim, hidden),
+        "self_attn.q_b_proj": (heads * c.qk_head_dim, c.q_lora_rank),
+        "self_attn.o_proj": (hidden, heads * c.v_head_dim),
+    }
+    island: dict[str, tuple[int, int]] = {}
+    mlp: dict[str, tuple[int, int]] = {}
+    vector = {
+        "input_layernorm.weight": hidden,
+        "post_attention_layernorm.weight": hidden,
+        "self_attn.q_a_layernorm.weight": c.q_lora_rank,
+        "self_attn.kv_a_layernorm.weight": c.kv_lora_rank,
+    }
+    if c.full_index[layer]:
+        linear["self_attn.indexer.wq_b"] = (c.index_n_heads * c.index_head_dim, c.q_lora_rank)
+        linear["self_attn.indexer.wk"] = (c.index_head_dim, hidden)
+        island["self_attn.indexer.weights_proj"] = (c.index_n_heads, hidden)
+        vector["self_attn.indexer.k_norm.weight"] = vector["self_attn.indexer.k_norm.bias"] = c.index_head_dim
+    if c.dense_layers[layer]:
+        width = c.intermediate_size
+    else:
+        island["mlp.gate"] = (c.n_routed_experts, hidden)
+        vector["mlp.gate.e_score_correction_bias"] = c.n_routed_experts
+        width = c.moe_intermediate_size
+    for name in mlps(c, layer):
+        mlp[f"{name}.gate_proj"] = mlp[f"{name}.up_proj"] = (width, hidden)
+        mlp[f"{name}.down_proj"] = (hidden, width)
+    up = (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+    kind = "dense" if c.dense_layers[layer] else "expert"
+    return {
+        **{f"{prefix}{name}.weight": (shape, "linear") for name, shape in linear.items()},
+        **{f"{prefix}{name}.weight": (shape, kind) for name, shape in mlp.items()},
+        f"{prefix}self_attn.kv_b_proj.weight": (up, "up"),
+        **{f"{prefix}{name}.weight": (shape, "island") for name, shape in island.items()},
+        **{f"{prefix}{name}": ((size,), "vector") for name, size in vector.items()},
+    }
+
+
+def mlps(config: GlmConfig, layer: int) -> list[str]:
+    """A layer's gated MLPs, in the order in which they are packed: the dense one, or the experts, the shared last."""
+    if config.dense_layers[layer]:
+        return ["mlp"]
+    return [*(f"mlp.experts.{expert}" for expert in range(config.n_routed_experts)), "mlp.shared_experts"]
+
+
+def expected_tensors(config: GlmConfig) -> Expected:
+    """Tensor name -> (shape, kind) of the whole model, scales and the draft (MTP) layer not counted."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    expected: Expected = {
+        "model.embed_tokens.weight": (vocabulary, "island"),
+        "lm_head.weight": (vocabulary, "island"),
+        "model.norm.weight": ((config.hidden_size,), "vector"),
+    }
+    for layer in range(config.num_hidden_layers):
+        expected.update(layer_tensors(config, layer))
+    return expected
+
+
+def scale_name(name: str) -> str:
+    """The FP8 block scales' tensor of a weight."""
+    return scale_names(name)[0]
+
+
+def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
+    """Compares the files' headers with what the configuration asks for, and finds the formats they are stored in.
+
+    Raises CheckpointError, listing what is missing, misshapen, of a wrong dtype or not part of the model.
+    """
+    expected = expected_tensors(config)
+    faults = [f"tensor {name} is missing" for name in expected if name not in checkpoint]
+    layouts: dict[str, dict[str, str]] = {kind: {} for kind in (*QUANTIZABLE, "island", "vector")}
+    for name, (shape, kind) in expected.items():
+        if name not in checkpoint:
+            continue
+        try:
+            layouts[kind].setdefault(_layout(checkpoint, config, name, shape, kind), name)
+        except CheckpointError as error:
+            faults.append(str(error))
+    faults += _extra(checkpoint, config, expected)
+    faults += _mixtures(layouts)
+    if config.quantized and not any(FORMATS[layout].block or layout == "mxfp4" for layout in _all(layouts)):
+        faults.append("no tensor is quantized, though config.json says so")
+    if faults:
+        shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+        raise CheckpointError(
+            f"{checkpoint.directory} does not hold the model of its config.json: {shown}. Fetch the checkpoint again, "
+            "or use the config.json that belongs to it."
+        )
+    # A single float32 island makes all of them float32: widening is exact, narrowing is not.
+    island = "f32" if "f32" in layouts["island"] else "bf16"
+    linear, expert, dense = (next(iter(layouts[kind]), "") for kind in ("linear", "expert", "dense"))
+    return Formats(linear, island, expert, dense)
+
+
+def _all(layouts: dict[str, dict[str, str]]) -> set[str]:
+    return {layout for group in layouts.values() for layout in group}
+
+
+def _layout(checkpoint: Checkpoint, config: GlmConfig, name: str, shape: tuple[int, ...], kind: str) -> str:
+    """How a tensor is stored; raises CheckpointError with what is wrong with it."""
+    at = checkpoint.file(name).name
+    if kind not in QUANTIZABLE or len(shape) != 2:
+        stored = {"F32": "f32", "BF16": "bf16"}.get(checkpoint.info(name).dtype)
+        if checkpoint.shape(name) != shape:
+            raise CheckpointError(f"tensor {name} in {at} is {list(checkpoint.shape(name))}, not {list(shape)}")
+        if stored is None:
+            raise CheckpointError(f"tensor {name} in {at} is {checkpoint.dtype(name)}, which is not supported there")
+        return stored
+    packed = checkpoint.info(name).dtype in ("U8", "I8")
+    if checkpoint.shape(name) != ((shape[0], shape[1] // 2) if packed else shape):
+        raise CheckpointError(f"tensor {name} in {at} is {list(checkpoint.shape(name))}, not {list(shape)}")
+    if (packed or checkpoint.info(name).dtype == "F8_E4M3") and not config.quantized:
+        what = "MXFP4" if packed else "FP8"
+        raise CheckpointError(f"tensor {name} in {at} is {what} and config.json has no quantization_config")
+    info = examine(checkpoint, name)
+    _check_quantization(checkpoint, config, info, kind)
+    return info.layout
+
+
+def _check_quantization(checkpoint: Checkpoint, config: GlmConfig, info: MatrixInfo, kind: str) -> None:
+    """What config.json says of a matrix, beside what is stored."""
+    at = checkpoint.file(info.name).name
+    if config.quantization == "fp8":
+        if info.layout in ("f32", "bf16") and kind != "up":
+            raise CheckpointError(
+                f"tensor {info.name} in {at} is {checkpoint.dtype(info.name)}, though config.json says that the "
+                "weights are FP8"
+            )
+        if info.layout == "mxfp4":
+            raise CheckpointError(f"tensor {info.name} in {at} is MXFP4, though config.json says that weights are FP8")
+    if info.layout == "fp8_32" and info.scale is not None:
+        grid = list(scale_grid(info.n, info.k))
+        raise CheckpointError(
+            f"tensor {info.scale} in {checkpoint.file(info.scale).name} is {list(checkpoint.shape(info.scale))}, not "
+            f"{grid}: config.json says that blocks are 128x128"
+        )
+
+
+def _mixtures(layouts: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Dtypes that differ within a group of matrices, or float32 beside anything else."""
+    for kind, of in _GROUPS.items():
+        if len(layouts[kind]) > 1:
+            yield f"{of} of different dtypes, {_named(layouts[kind])}, and one launch runs one format"
+    groups = {layout: name for kind in _GROUPS for layout, name in layouts[kind].items()}
+    if "f32" in groups and len(groups) > 1 and all(len(layouts[kind]) < 2 for kind in _GROUPS):
+        yield f"the big matrices are of different dtypes, {_named(groups)}, and float32 stands alone"
+
+
+def _named(layouts: dict[str, str]) -> str:
+    return " and ".join(f"{layout} ({name})" for layout, name in layouts.items())
+
+
+def _extra(checkpoint: Checkpoint, config: GlmConfig, expected: Expected) -> Iterator[str]:
+    """Tensors that the model's mathematics has no place for: biases, other scales, an indexer in a shared layer."""
+    scales = {scale: name for name, (_, kind) in expected.items() if kind in QUANTIZABLE for scale in scale_names(name)}
+    for name in checkpoint.names():
+        if name in expected or name.endswith("rotary_emb.inv_freq"):
+            continue
+        weight = scales.get(name)
+        if weight is not None and weight in checkpoint and checkpoint.info(weight).dtype in ("F8_E4M3", "U8", "I8"):
+            continue
+        parts = name.split(".")
+        if name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= config.num_hidden_layers:
+            continue  # the draft layer
+        yield f"tensor {name} is not part of the model that config.json describes"
