@@ -4,6 +4,7 @@
 #pragma once
 
 #define DEVICE __attribute__((device)) inline
+#define STAGE DEVICE  // a call would need scratch
 #define KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(WAVES * WIDTH, WAVES * WIDTH)))
 #define SHARED(T, name, N) static __attribute__((shared, aligned(16))) T name[N]
 #define SHARED_LARGE(T, name, N) SHARED(T, name, N)

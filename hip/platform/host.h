@@ -6,6 +6,7 @@
 #pragma GCC visibility push(hidden)
 
 #define DEVICE inline
+#define STAGE DEVICE
 #define KERNEL extern "C" __attribute__((visibility("default")))
 #define SHARED(T, name, N) static const host::Lds<T, (N)> name(#name)
 #define SHARED_LARGE(T, name, N) SHARED(T, name, N)

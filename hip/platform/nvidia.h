@@ -2,17 +2,22 @@
 #pragma once
 
 #define DEVICE __device__ __forceinline__
-#define KERNEL extern "C" __global__ __launch_bounds__(WAVES* WIDTH)
+#define STAGE __device__ __noinline__  // inlined, stages took each other's registers: 2 KB of spills instead of none
+#define KERNEL extern "C" __global__ __launch_bounds__(WAVES* WIDTH, 1)
 #define SHARED(T, name, N) static __shared__ __align__(16) T name[N]
 #define SHARED_LARGE(T, name, N) extern __shared__ __align__(16) T name[]  // its size comes with the launch
 
 constexpr int WIDTH = 32, WAVES = 8;
 
-DEVICE int thread_id() { return threadIdx.x; }
+DEVICE int thread_id() {  // opaque, as on AMD: what depends on it is worked out where it is used, not kept in registers
+  int id = threadIdx.x;
+  asm volatile("" : "+r"(id));
+  return id;
+}
 DEVICE int block_id() { return blockIdx.x; }
 DEVICE int n_blocks() { return gridDim.x; }
-DEVICE int wave_id() { return threadIdx.x / WIDTH; }
-DEVICE int lane_id() { return threadIdx.x % WIDTH; }
+DEVICE int wave_id() { return thread_id() / WIDTH; }
+DEVICE int lane_id() { return thread_id() % WIDTH; }
 DEVICE int xcc_id() { return 0; }
 DEVICE u64 clock_ticks() {
   u64 t;
@@ -101,7 +106,10 @@ SCOPED(_system, "sys")
 
 template <class T> using Const = const T*;
 template <class T> DEVICE Const<T> as_const(const T* p) { return p; }
-template <class T> DEVICE Const<T> fresh(Const<T> p) { return p; }
+template <class T> DEVICE Const<T> fresh(Const<T> p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 template <class T> DEVICE T copy_of(const T* p) { return *p; }
 
 template <class T> DEVICE T load_constant(const T* p) { return *p; }
@@ -206,8 +214,18 @@ DEVICE u32 native_pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+// 16 bytes: exponent and mantissa to their places in bf16, then times 2^120, subnormals too. cvt, which would do the same, has a
+// quarter of the rate and more steps.
 DEVICE void fp8_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
-  UNROLL for (int i = 0; i < 8; ++i) to[i] = fp8x2_to_bf16(from[i / 2] >> i % 2 * 16);
+  u32 nan = 0;  // bit 7 of a byte: somewhere there is one
+  UNROLL for (int i = 0; i < 8; ++i) {
+    u32 spread = __byte_perm(from[i / 2], 0, i % 2 ? 0x3424 : 0x1404);  // each byte above a zero
+    u32 placed = (spread >> 4 & 0x07f007f0) | (spread & 0x80008000);
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(to[i]) : "r"(placed), "r"(0x7b807b80u));
+    if (i % 2) nan |= (from[i / 2] & 0x7f7f7f7f) + 0x01010101;
+  }
+  if (nan & 0x80808080)
+    UNROLL for (int i = 0; i < 8; ++i) to[i] = fp8x2_to_bf16(from[i / 2] >> i % 2 * 16);
 }
 DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {  // by way of bf16, whose sums are kept with more bits
   Frag x[2], y[2];

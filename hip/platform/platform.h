@@ -26,7 +26,8 @@
 //            Const<T>, as_const(p), copy_of(p)     pointer type for structs in memory nobody writes during the launch
 //            fresh(p)                              the same, but what was read through it need not stay in registers
 //            copy_of(Const<T>)                     the whole struct; a field is read as p->field or p[i].field
-//  Other     lowest_bit(u64)   pause()  in every spin     clock_ticks()  constant rate     mark(stage, task, epoch)  for host reports
+//  Other     STAGE  for the functions that a mega-task consists of, where DEVICE would inline
+//            lowest_bit(u64)   pause()  in every spin     clock_ticks()  constant rate     mark(stage, task, epoch)  for host reports
 //  Tiles     A product is Acc[row][col] += sum over k of A[row][k] B[col][k], 16 rows, 16 columns. A row of A or B has 64
 //            bytes, four chunks of 16. Frag: w[PIECES][4], the chunk frag_chunk() of row frag_row(piece). Acc: v[ACC], the
 //            elements acc_row(i), acc_col(i). To be copied and accessed by v[i], nothing else: on the host products are

@@ -67,7 +67,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       for (int group = 0; group < HEADS; group += 16) {
         if (!load_queries(s, at.row, group)) return false;  // ends with a barrier: entries are there too
         s.input_is_there();
-        scores();
+        scores(group);
         block_barrier();
         probabilities(at, group, tag);
         block_barrier();
@@ -116,16 +116,15 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       }
     }
   }
-  // 16 heads: [latent part | rotated part], heads beyond the last are zero.
+  // Up to 16 heads: [latent part | rotated part].
   DEVICE bool load_queries(Step& s, int row, int group) const {
-    constexpr int WORDS = WIDTH_K / 2, TOTAL = 16 * WORDS, BATCH = TOTAL / THREADS < 8 ? TOTAL / THREADS : 8;
+    constexpr int WORDS = WIDTH_K / 2, MOST = (HEADS < 16 ? HEADS : 16) * WORDS, BATCH = MOST <= THREADS ? 1 : MOST / THREADS < 8 ? MOST / THREADS : 8;
+    int me = thread_id(), total = heads_of(group) * WORDS;
     bool ok = true;
-    int me = thread_id();
-    for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
+    for (int from = 0; from < total; from += THREADS * BATCH) {
       auto word = [&](int b) { return from + b * THREADS + me; };
       auto at = [&](int i) {
-        int w = word(i / 2) < TOTAL ? word(i / 2) : 0, head = group + w / WORDS, k = w % WORDS * 2 + i % 2;
-        if (head >= HEADS) head = HEADS - 1;
+        int w = word(i / 2) < total ? word(i / 2) : 0, head = group + w / WORDS, k = w % WORDS * 2 + i % 2;
         return k < LATENT ? latent_query.at(row, head * LATENT + k)
                           : query.at(row, head * (NOPE + ROPE) + NOPE + k - LATENT);
       };
@@ -133,18 +132,19 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       ok = ok && s.collect(query.tag, at, got);
       UNROLL for (int b = 0; b < BATCH; ++b) {
         int w = word(b);
-        if (w >= TOTAL) continue;
-        bool real = group + w / WORDS < HEADS;
-        put_activations<F>(w / WORDS * STRIDE16 * 4 + w % WORDS * F::ACT_BYTES / 2,
-                           {real ? value_of(got[2 * b]) : 0, real ? value_of(got[2 * b + 1]) : 0});
+        if (w < total)
+          put_activations<F>(w / WORDS * STRIDE16 * 4 + w % WORDS * F::ACT_BYTES / 2,
+                             {value_of(got[2 * b]), value_of(got[2 * b + 1])});
       }
     }
     return s.all_ok(ok);
   }
+  DEVICE static int heads_of(int group) { return HEADS - group < 16 ? HEADS - group : 16; }
   // Entries are the A operand (16 a tile), heads the free axis; waves split tiles, then K.
-  DEVICE void scores() const {
+  DEVICE void scores(int group) const {
     int tile = wave_id() % TILES, part = wave_id() / TILES;
-    Columns heads([](int head) { return head * STRIDE16; });
+    int last = heads_of(group) - 1;  // stands for those that are not there
+    Columns heads([last](int head) { return (head < last ? head : last) * STRIDE16; });
     Columns rows([tile](int entry) { return ENTRIES16 + (tile * 16 + entry) * STRIDE16; });
     Acc acc = {};
     for (int step = part; step < K_STEPS; step += K_PARTS)
@@ -219,30 +219,39 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
 
 template <int HEADS, int LATENT, int MAX_SPLITS>
 DEVICE bool merge(Step& s, u32 stage, u32 tag, const Selected& selected, const Partials& from, Pair* latent_out) {
-  int tasks = s.rows * HEADS;
+  constexpr int PIECE = LATENT < THREADS ? LATENT : THREADS, PER_HEAD = LATENT / PIECE, BATCH = 8;
+  static_assert(LATENT % PIECE == 0 && MAX_SPLITS <= LDS_WORDS / 2, "");
+  int tasks = s.rows * HEADS * PER_HEAD, me = thread_id();
   for (int task = s.first_task(); task < tasks; task += n_blocks()) {
     s.begin(stage, task, tag);
-    int row = task / HEADS, head = task % HEADS, splits = selected.splits(row);
+    int row = task / PER_HEAD / HEADS, head = task / PER_HEAD % HEADS, splits = selected.splits(row);
     if (!s.wait_flags(splits, tag, [&](int split) { return from.flags + row * MAX_SPLITS + split; })) return false;
     s.input_is_there();
     acquire_device();
-    auto stat = [&](int split, int which) {
-      return load_plain(from.stat + (((u64)row * MAX_SPLITS + split) * HEADS + head) * 2 + which, tag);
-    };
-    f32 most = stat(0, 0), sum = 0;
-    for (int split = 1; split < splits; ++split) {
-      f32 m = stat(split, 0);
-      most = m > most ? m : most;
+    u64 first = ((u64)row * MAX_SPLITS) * HEADS + head;  // this head's entry of the first split
+    for (int split = me; split < splits; split += THREADS) {
+      set_lds_value(2 * split, load_plain(from.stat + (first + (u64)split * HEADS) * 2, tag));
+      set_lds_value(2 * split + 1, load_plain(from.stat + (first + (u64)split * HEADS) * 2 + 1, tag));
     }
-    for (int split = 0; split < splits; ++split) sum += exp_exact(stat(split, 0) - most) * stat(split, 1);
-    for (int c = thread_id(); c < LATENT; c += THREADS) {
-      f32 out = 0;
-      for (int split = 0; split < splits; ++split)
-        out += exp_exact(stat(split, 0) - most) *
-               load_plain(from.out + (((u64)row * MAX_SPLITS + split) * HEADS + head) * LATENT + c, tag);
-      put(latent_out + ((u64)row * HEADS + head) * LATENT + c, out / sum, tag);
+    block_barrier();
+    f32 most = lds_value(0), sum = 0, out = 0;
+    for (int split = 1; split < splits; ++split) most = larger(most, lds_value(2 * split));
+    int c = task % PER_HEAD * PIECE + (me < PIECE ? me : 0);
+    for (int begin = 0; begin < splits; begin += BATCH) {
+      f32 v[BATCH];
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int split = begin + b < splits ? begin + b : splits - 1;
+        v[b] = load_plain(from.out + (first + (u64)split * HEADS) * LATENT + c, tag);
+      }
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        if (begin + b >= splits) break;
+        f32 weight = exp_exact(lds_value(2 * (begin + b)) - most);
+        sum += weight * lds_value(2 * (begin + b) + 1), out += weight * v[b];
+      }
     }
+    if (me < PIECE) put(latent_out + ((u64)row * HEADS + head) * LATENT + c, out / sum, tag);
     s.end();
+    block_barrier();  // before LDS is written again
   }
   s.finish(tasks);
   return true;

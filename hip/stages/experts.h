@@ -19,37 +19,58 @@ template <class F, int WIDTH_E> struct ExpertsDown {
   Matrix down;  // EXPERTS + 1 matrices [n][WIDTH_E]
   int n;
 
-  // The units of one wave, in order.
+  // The units of one wave in [unit, end), in order: unit u of the experts whose number is of class (wave - u) mod WAVES, so that
+  // an expert's units are spread over the waves. The shared expert comes last in its class.
   struct Cursor {
-    int unit, index, active, end;
-    DEVICE int expert() const { return index < active ? (int)(u32)route_active[index] : EXPERTS; }
-    DEVICE bool mine() const { return (unit + expert()) % WAVES == wave_id(); }
-    DEVICE bool valid() const { return unit < end; }
-    DEVICE void step() {
-      if (++index > active) index = 0, ++unit;
+    int unit, end, index = 0, count = 0, expert_class = 0;
+
+    DEVICE Cursor(int unit, int end) : unit(unit), end(end) {
+      if (valid()) enter();
     }
-    DEVICE void seek() {
-      while (valid() && !mine()) step();
+    DEVICE bool valid() const { return unit < end; }
+    DEVICE void enter() {  // the first unit from here on that has something
+      for (; valid(); ++unit) {
+        expert_class = (wave_id() + WAVES - unit % WAVES) % WAVES;
+        index = route_class[expert_class], count = (int)route_class[expert_class + 1] - index;
+        count += expert_class == EXPERTS % WAVES;
+        if (count) return;
+      }
+    }
+    DEVICE int expert() const {
+      return count == 1 && expert_class == EXPERTS % WAVES ? EXPERTS : (int)(u32)route_active[index];
+    }
+    DEVICE void next() {
+      ++index;
+      if (--count) return;
+      ++unit;
+      enter();
     }
   };
 
   template <class Sink> DEVICE bool run(Step& s, u32 stage, u32 tag, Route& route, Sink sink) const {
     int tasks = n / TILE_ROWS;
     int fit = (ACT_WORDS / 4 / (int)s.rows - 1) / (PLACES * UNIT16), chunk = fit < UNITS ? fit : UNITS;
+    bool gathered = false;  // everything, for all tasks
     for (int task = s.first_task(); task < tasks; task += n_blocks()) {
       s.begin(stage, task, tag);
-      int active = route.decide(s);
-      if (active < 0) return false;
-      Unit<F> ring[AHEAD];
-      Cursor loading{0, 0, active, UNITS}, using_{0, 0, active, UNITS};
-      loading.seek(), using_.seek();
-      UNROLL for (int i = 0; i < AHEAD; ++i) load(ring[i], loading, task);
+      if (route.decide(s) < 0) return false;
       Acc acc = {};
       for (int begin = 0; begin < UNITS; begin += chunk) {
-        if (begin) block_barrier();
         int end = begin + chunk < UNITS ? begin + chunk : UNITS;
-        if (!gather(s, begin, end)) return false;
-        multiply(s, ring, loading, using_, begin, end, task, acc);
+        Cursor loading(begin, end), use(begin, end);
+        Unit<F> ring[AHEAD];
+        UNROLL for (int i = 0; i < AHEAD; ++i) load(ring[i], loading, task);
+        if (begin) block_barrier();  // everybody is done with the chunk before
+        if (!gathered && !gather(s, begin, end)) return false;
+        gathered = chunk == UNITS;
+        while (use.valid()) {
+          UNROLL for (int i = 0; i < AHEAD; ++i) {
+            if (!use.valid()) break;
+            multiply(s, ring[i], use, begin, end, acc);
+            use.next();
+            load(ring[i], loading, task);
+          }
+        }
       }
       leave_part(acc, 0);
       block_barrier();
@@ -69,25 +90,16 @@ template <class F, int WIDTH_E> struct ExpertsDown {
   DEVICE void load(Unit<F>& unit, Cursor& at, int task) const {
     if (!at.valid()) return;
     unit.load(tile_row<F, WIDTH_E>(down.tiles, down.scales, n, at.expert(), task), at.unit);
-    at.step(), at.seek();
+    at.next();
   }
-  // All units of the wave in [begin, end). The ring turns as a whole, so that its indices are constants: what a chunk leaves
-  // over is used up by shifting.
-  DEVICE void multiply(const Step& s, Unit<F> (&ring)[AHEAD], Cursor& loading, Cursor& use, int begin, int end,
-                       int task, Acc& acc) const {
-    int stride16 = PLACES * (end - begin) * UNIT16 + 1;
-    while (use.valid() && use.unit < end) {
-      int expert = use.expert();
-      Columns x([&](int row) {
-        int place = -1;
-        if (row < (int)s.rows) place = expert == EXPERTS ? TOP_K : place_in_row(expert, row);
-        return place < 0 ? -1 : row * stride16 + (place * (end - begin) + use.unit - begin) * UNIT16;
-      });
-      ring[0].multiply(x, 0, acc);
-      use.step(), use.seek();
-      UNROLL for (int i = 0; i + 1 < AHEAD; ++i) ring[i] = ring[i + 1];
-      load(ring[AHEAD - 1], loading, task);
-    }
+  DEVICE void multiply(const Step& s, const Unit<F>& unit, const Cursor& use, int begin, int end, Acc& acc) const {
+    int stride16 = PLACES * (end - begin) * UNIT16 + 1, expert = use.expert();
+    Columns x([&](int row) {
+      int place = -1;
+      if (row < (int)s.rows) place = expert == EXPERTS ? TOP_K : place_in_row(expert, row);
+      return place < 0 ? -1 : row * stride16 + (place * (end - begin) + use.unit - begin) * UNIT16;
+    });
+    unit.multiply(x, 0, acc);
   }
   // middle[row][all places][units begin ... end) to LDS.
   DEVICE bool gather(Step& s, int begin, int end) const {

@@ -53,11 +53,12 @@ template <class Inner> struct Normed {
     return inner.take(s, row, k, got);
   }
 };
-DEVICE f32 inverse_rms(int row, int k, f32 eps) {
+DEVICE f32 sum_of_squares(int row) {
   f32 sum = 0;
   UNROLL for (int w = 0; w < WAVES; ++w) sum += (f32)squares[row * WAVES + w];
-  return 1.f / __builtin_sqrtf(sum / (f32)k + eps);
+  return sum;
 }
+DEVICE f32 inverse_rms(int row, int k, f32 eps) { return 1.f / __builtin_sqrtf(sum_of_squares(row) / (f32)k + eps); }
 
 template <class F, int K, int GRAIN, class Source> struct Input {
   static constexpr int PADDED = padded<F>(K), PER_16 = 16 / F::ACT_BYTES;

@@ -14,11 +14,14 @@ template <class F, int K, int MATRICES, class In, class Exists, class RowsOf, cl
 DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exists exists, RowsOf rows_of, Aim aim,
                          Sink sink) {
   using Mine = Slice<F, K, F::AHEAD / MATRICES>;
-  for (int task = s.first_task(); task < tasks; task += n_blocks()) {
-    s.begin(stage, task, tag);
-    if (!exists(task)) break;
-    Mine slice[MATRICES];
+  Mine slice[MATRICES];
+  int task = s.first_task();
+  s.begin(stage, task, tag);
+  bool more = task < tasks && exists(task);
+  if (more) {
     UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(task, m));
+  }
+  while (more) {
     aim(input, task);
     Acc acc[MATRICES] = {};
     for (int begin = 0; begin < In::PADDED; begin += input.chunk) {
@@ -28,7 +31,12 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
       Columns x = input.columns();
       UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].run(x, begin, end, acc[m]);
     }
+    int next = task + n_blocks();
+    more = next < tasks && exists(next);
     UNROLL for (int m = 0; m < MATRICES; ++m) leave_part(acc[m], m);
+    if (more) {
+      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(next, m));
+    }
     block_barrier();
     for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
       int row = i / 8, n = i % 8 * 2;
@@ -38,6 +46,8 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
     }
     s.end();
     block_barrier();  // before the parts, or LDS for the next input, are written again
+    task = next;
+    if (more) s.begin(stage, task, tag);
   }
   s.finish(tasks);
   return true;

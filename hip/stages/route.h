@@ -13,7 +13,8 @@
 SHARED(u32, route_expert, ROWS* TOP_K);
 SHARED(f32, route_weight, ROWS* TOP_K);
 SHARED(u32, route_place, EXPERTS * 2);  // 4 bits a row: 1 + its place in the row's choice, 0: not chosen
-SHARED(u32, route_active, EXPERTS);     // the union
+SHARED(u32, route_active, EXPERTS);     // the union, by class (expert mod WAVES), ascending in each
+SHARED(u32, route_class, WAVES + 1);    // where each class begins
 SHARED(u32, route_count, 1);
 static_assert(ROWS == 16 && TOP_K < 15, "route_place has 4 bits a row");
 
@@ -22,13 +23,22 @@ DEVICE int place_in_row(int expert, int row) {
   return (int)(route_place[expert * 2 + row / 8] >> row % 8 * 4 & 15) - 1;
 }
 
+// The router's products come in SLICES parts of k, each with its share of the input's sum of squares: many blocks read the
+// router's weights at once, and nobody has to read the whole input.
+template <int HIDDEN> struct RouterSlices {
+  static constexpr int COUNT = HIDDEN % 512 == 0 ? 8 : 1, K = HIDDEN / COUNT, WIDTH_OUT = EXPERTS + 2;
+};
+
 struct Route {
-  PairRows logits;  // [rows][EXPERTS]
+  PairRows logits;  // [rows][slices][EXPERTS + 2]: products, then the sum of squares
+  int slices, hidden;
+  f32 eps;
   const f32* bias;  // [EXPERTS]
   f32 scale;
   bool done = false;
 
-  DEVICE Route(const PairRows& logits, const f32* bias, f32 scale) : logits(logits), bias(bias), scale(scale) {}
+  DEVICE Route(const PairRows& logits, int slices, int hidden, f32 eps, const f32* bias, f32 scale)
+      : logits(logits), slices(slices), hidden(hidden), eps(eps), bias(bias), scale(scale) {}
 
   // Number of active experts (0: overtaken), or -1 when a wait was given up. Uniform over the block; ends with a barrier.
   DEVICE int decide(Step& s) {
@@ -48,17 +58,24 @@ struct Route {
   static constexpr int MINE = (EXPERTS + WIDTH - 1) / WIDTH;  // experts a lane: lane, lane + WIDTH, ...
 
   DEVICE bool choose(Step& s, int row, bool& overtaken) const {
-    f32 score[MINE];
+    f32 score[MINE] = {}, squares_of_row = 0;
     u64 key[MINE];
     bool ok = true;
-    Pair got[MINE];
     auto expert_of = [](int i) { return i * WIDTH + lane_id() < EXPERTS ? i * WIDTH + lane_id() : EXPERTS - 1; };
-    UNROLL for (int i = 0; i < MINE; ++i) got[i] = load_pair(logits.at(row, expert_of(i)), logits.tag);
+    for (int slice = 0; slice < slices; ++slice) {
+      Pair got[MINE + 1];
+      auto at = [&](int i) { return logits.at(row, slice * (EXPERTS + 2) + (i < MINE ? expert_of(i) : EXPERTS)); };
+      UNROLL for (int i = 0; i <= MINE; ++i) got[i] = load_pair(at(i), logits.tag);
+      UNROLL for (int i = 0; i <= MINE; ++i) {
+        if ((i32)(got[i].tag - logits.tag) < 0) ok = ok && s.wait_flag(at(i), logits.tag, got[i]);
+        overtaken |= got[i].tag != logits.tag;
+        i < MINE ? score[i] += value_of(got[i]) : squares_of_row += value_of(got[i]);
+      }
+    }
+    f32 rms = 1.f / __builtin_sqrtf(squares_of_row / (f32)hidden + eps);
     UNROLL for (int i = 0; i < MINE; ++i) {
       int e = expert_of(i);
-      if ((i32)(got[i].tag - logits.tag) < 0) ok = ok && s.wait_flag(logits.at(row, e), logits.tag, got[i]);
-      overtaken |= got[i].tag != logits.tag;
-      score[i] = sigmoid(value_of(got[i]));
+      score[i] = sigmoid(score[i] * rms);
       bool mine = i * WIDTH + lane_id() < EXPERTS;
       key[i] = mine ? (u64)order_key(score[i] + load_constant(bias + e)) << 32 | (0xffffffffu - e) : 0;
     }
@@ -83,13 +100,16 @@ struct Route {
     }
     return ok;
   }
+  // Thread t looks at the t-th expert in the order of the list: class after class.
   DEVICE void list_active() const {
-    static_assert(EXPERTS <= THREADS, "one expert a thread");
-    int e = thread_id();
-    bool active = e < EXPERTS && (route_place[e * 2] | route_place[e * 2 + 1]);
+    static_assert(EXPERTS % WAVES == 0 && EXPERTS <= THREADS, "one expert a thread");
+    constexpr int OF_CLASS = EXPERTS / WAVES;
+    int t = thread_id(), e = t % OF_CLASS * WAVES + t / OF_CLASS;
+    bool active = t < EXPERTS && (route_place[e * 2] | route_place[e * 2 + 1]);
     u32 before = block_prefix(active, ACT_WORDS);
     if (active) route_active[before] = (u32)e;
-    if (e == THREADS - 1) route_count[0] = before + active;
+    if (t < EXPERTS && t % OF_CLASS == 0) route_class[t / OF_CLASS] = before;
+    if (t == EXPERTS - 1) route_count[0] = route_class[WAVES] = before + active;
     block_barrier();
   }
 };

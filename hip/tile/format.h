@@ -22,7 +22,7 @@ struct F32 {
 };
 
 struct Bf16 {
-  static constexpr int COLUMNS = 32, UNIT = 32, TILES = 1, AHEAD = 8, ACT_BYTES = 2, GROUP = 0;
+  static constexpr int COLUMNS = 32, UNIT = 32, TILES = 1, AHEAD = PIECES == 1 ? 8 : 4, ACT_BYTES = 2, GROUP = 0;
   using Scale = NoScale;
   DEVICE static void multiply(const Frag (&w)[1], NoScale, const Columns& x, int k, Acc& acc) {
     mma_bf16(w[0], act_frag(x, k / 8 + frag_chunk()), acc);
@@ -43,7 +43,7 @@ struct Bf16Wide {
 // e4m3 weights, one f32 scale per 128 x 128. FNUZ: bytes as gfx942's instructions read them, half the value of OCP's; the
 // packer has doubled the scales and made OCP's -0, which is FNUZ's NaN, a 0.
 template <bool FNUZ> struct Fp8Weights {
-  static constexpr int COLUMNS = 64, UNIT = 128, TILES = 2, AHEAD = ROOMY ? 4 : 2, ACT_BYTES = 2;
+  static constexpr int COLUMNS = 64, UNIT = 128, TILES = 2, AHEAD = ROOMY && PIECES == 1 ? 4 : 2, ACT_BYTES = 2;
   using Scale = f32;
 };
 // Widened to bf16 in registers, exactly, for bf16 activations.

@@ -15,6 +15,9 @@ template <class F> struct TileRow {
   const u8* tiles;
   const void* scales;
 
+  // The same rows from column k on, a multiple of COLUMNS, without scales.
+  DEVICE TileRow from_k(int k) const { return {tiles + (u64)k / F::COLUMNS * TILE_BYTES, scales}; }
+
   DEVICE static int slot(int piece) { return frag_chunk() * 16 + frag_row(piece); }
   DEVICE Frag load(int tile) const {
     Frag f;

@@ -33,6 +33,7 @@ constexpr int Q_HEAD = NOPE + ROPE, ENTRY = KV_LORA + ROPE, INDEX_OUT = INDEX_DI
 constexpr int MIDDLE = DENSE_WIDTH > (TOP_K + 1) * EXPERT_WIDTH ? DENSE_WIDTH : (TOP_K + 1) * EXPERT_WIDTH;
 using Attention = Attend<Act, HEADS, NOPE, ROPE, KV_LORA, INDEX_TOPK>;
 using X = Residual<Island, HIDDEN>;
+using Slices = RouterSlices<HIDDEN>;
 
 struct Decode {
   Const<DecodeArgs> a;
@@ -73,7 +74,9 @@ struct Decode {
   }
   DEVICE bool mlp(u32 layer) {
     Const<LayerWeights> w = as_const(a->weights) + layer;
-    Route route({slot(a->router_scores, layer, EXPERTS), EXPERTS, tag(2 * layer + 2)}, w->router_bias, ROUTED_SCALE);
+    constexpr int ROW = Slices::COUNT * Slices::WIDTH_OUT;
+    Route route({slot(a->router_scores, layer, ROW), ROW, tag(2 * layer + 2)}, Slices::COUNT, HIDDEN, NORM_EPS,
+                w->router_bias, ROUTED_SCALE);
     if (!w->dense && !router(layer, w)) return false;
     // One piece of code where the formats are the same.
     bool ok = SAME<Linear, Expert> || w->dense ? gate_up<Linear>(layer, w, route) : gate_up<Expert>(layer, w, route);
@@ -112,7 +115,7 @@ struct Decode {
   }
 
   // in x(2l), normalized;  out low-rank query, latent and shared key, index key, index head weights.
-  DEVICE bool down(u32 layer, Const<LayerWeights> w, bool scored) {
+  STAGE bool down(u32 layer, Const<LayerWeights> w, bool scored) {
     constexpr int QS = Q_LORA / TILE_ROWS, KVS = ENTRY / TILE_ROWS, INDEXES = INDEX_DIM / TILE_ROWS;
     a = fresh(a);
     u32 t = attention_tag(layer);
@@ -150,7 +153,7 @@ struct Decode {
     for (int j = 0; j < 2; ++j) put(tile.out + row * tile.width + n + j, v[j] * scale, t);
   }
 
-  DEVICE bool cache_entry(u32 layer, Const<LayerWeights> w) {
+  STAGE bool cache_entry(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = attention_tag(layer);
     CacheEntry entry{w->kv_a_norm, w->index_k_norm, LATENT_NORM_EPS, INDEX_NORM_EPS, a->rope,
@@ -161,7 +164,7 @@ struct Decode {
   }
 
   // in low-rank query, normalized;  out rotated queries of attention and of the indexer.
-  DEVICE bool query(u32 layer, Const<LayerWeights> w, bool scored) {
+  STAGE bool query(u32 layer, Const<LayerWeights> w, bool scored) {
     constexpr int QS = HEADS * Q_HEAD / TILE_ROWS, INDEXES = INDEX_HEADS * INDEX_DIM / TILE_ROWS;
     a = fresh(a);
     u32 t = attention_tag(layer);
@@ -185,7 +188,7 @@ struct Decode {
         });
   }
 
-  DEVICE bool index_scores(u32 layer, Const<LayerWeights> w) {
+  STAGE bool index_scores(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = attention_tag(layer);
     IndexScores<Act, INDEX_HEADS, INDEX_DIM> scores{
@@ -203,14 +206,14 @@ struct Decode {
   }
   DEVICE u64 score_stride() const { return (u64)a->max_pages * PAGE; }
 
-  DEVICE bool select(u32 layer) {
+  STAGE bool select(u32 layer) {
     Select<INDEX_TOPK> best{a->index_scores, score_stride(), a->positions,      a->score_flags,
                             a->max_pages,    a->selection,   a->selection_flags};
     return best.run(s, SELECT, attention_tag(layer));
   }
 
   // in query;  out per head Wk[h]^T of its unrotated part.
-  DEVICE bool latent_query(u32 layer, Const<LayerWeights> w) {
+  STAGE bool latent_query(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = attention_tag(layer);
     PairRows from{slot(a->query, layer, HEADS * Q_HEAD), HEADS * Q_HEAD, t};
@@ -235,7 +238,7 @@ struct Decode {
   DEVICE Selected selected() const { return {a->positions, a->selection, INDEX_TOPK}; }
   DEVICE Partials partials() const { return {a->partial_out, a->partial_stat, a->partial_flags}; }
 
-  DEVICE bool attend(u32 layer, Const<LayerWeights> w) {
+  STAGE bool attend(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = attention_tag(layer);
     Attention attention{{slot(a->latent_query, layer, HEADS * KV_LORA), HEADS * KV_LORA, t},
@@ -249,13 +252,13 @@ struct Decode {
                         partials()};
     return attention.run(s, ATTEND, t);
   }
-  DEVICE bool merge_parts(u32 layer) {
+  STAGE bool merge_parts(u32 layer) {
     return merge<HEADS, KV_LORA, Attention::MAX_SPLITS>(s, MERGE, attention_tag(layer), selected(), partials(),
                                                         slot(a->latent_out, layer, HEADS * KV_LORA));
   }
 
   // in per head the attended latent;  out Wv[h] of it.
-  DEVICE bool value_up(u32 layer, Const<LayerWeights> w) {
+  STAGE bool value_up(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = attention_tag(layer);
     PairRows from{slot(a->latent_out, layer, HEADS * KV_LORA), HEADS * KV_LORA, t};
@@ -264,7 +267,7 @@ struct Decode {
   }
 
   // in attention of all heads, x(2l);  out x(2l + 1).
-  DEVICE bool output(u32 layer, Const<LayerWeights> w) {
+  STAGE bool output(u32 layer, Const<LayerWeights> w) {
     constexpr int K = HEADS * V_DIM;
     a = fresh(a);
     u32 t = attention_tag(layer);
@@ -278,25 +281,36 @@ struct Decode {
 
   DEVICE Normed<X> mlp_input(u32 layer, Const<LayerWeights> w) const { return {x(2 * layer + 1), w->mlp_norm}; }
 
-  // in x(2l + 1), normalized, in f32;  out expert logits.
-  DEVICE bool router(u32 layer, Const<LayerWeights> w) {
+  // in x(2l + 1), weighted, in f32;  out the experts' products in slices of k, and the slices' sums of squares.
+  STAGE bool router(u32 layer, Const<LayerWeights> w) {
+    constexpr int TILES = EXPERTS / TILE_ROWS, ROW = Slices::COUNT * Slices::WIDTH_OUT;
     a = fresh(a);
     u32 t = mlp_tag(layer);
-    auto input = input_for<Wide<Island>, HIDDEN>(s, mlp_input(layer, w));
+    auto slice_of = [&](int slice) {
+      X from = x(2 * layer + 1);
+      from.pairs.base += slice * Slices::K;
+      return Normed<X>{from, w->mlp_norm + slice * Slices::K};
+    };
+    auto input = input_for<Wide<Island>, Slices::K>(s, slice_of(0));
+    using In = decltype(input);
     Matrix m = copy_of(&w->router);
-    Pair* out = slot(a->router_scores, layer, EXPERTS);
-    return linear<Wide<Island>, HIDDEN>(
-        s, ROUTER, t, EXPERTS / TILE_ROWS, input,
-        [&](int task) { return tile_row<Wide<Island>, HIDDEN>(m.tiles, m.scales, EXPERTS, 0, task); },
-        [&](int task, int row, int n, const f32(&v)[2]) {
-          f32 scale = inverse_rms(row, HIDDEN, NORM_EPS);
-          for (int j = 0; j < 2; ++j) put(out + row * EXPERTS + task * TILE_ROWS + n + j, v[j] * scale, t);
+    Pair* out = slot(a->router_scores, layer, ROW);
+    return linear_tasks<Wide<Island>, Slices::K, 1>(
+        s, ROUTER, t, TILES * Slices::COUNT, input, [](int) { return true; },
+        [&](int task, int) {
+          return tile_row<Wide<Island>, HIDDEN>(m.tiles, m.scales, EXPERTS, 0, task % TILES).from_k(task / TILES * Slices::K);
+        },
+        [&](In& in, int task) { in.change(slice_of(task / TILES)); },
+        [&](int task, int row, int n, const f32(&v)[1][2]) {
+          Pair* of_slice = out + row * ROW + task / TILES * Slices::WIDTH_OUT;
+          for (int j = 0; j < 2; ++j) put(of_slice + task % TILES * TILE_ROWS + n + j, v[0][j], t);
+          if (task % TILES == 0 && n == 0) put(of_slice + EXPERTS, sum_of_squares(row), t);
         });
   }
 
   // in x(2l + 1), normalized;  out middle: silu(gate) * up of the dense layer; or of the shared expert, which needs no route and
   // so goes first, and then, with the router's weights, of every expert that some row chose, once for all rows.
-  template <class F> DEVICE bool gate_up(u32 layer, Const<LayerWeights> w, Route& route) {
+  template <class F> STAGE bool gate_up(u32 layer, Const<LayerWeights> w, Route& route) {
     bool dense = w->dense;
     int width = dense ? DENSE_WIDTH : EXPERT_WIDTH, tiles = width / TILE_ROWS;
     // As many tasks as there could be: how many there are is known only to blocks that ask for the route.
@@ -334,7 +348,7 @@ struct Decode {
         });
     return ok && !given_up;
   }
-  DEVICE bool dense_down(u32 layer, Const<LayerWeights> w) {
+  STAGE bool dense_down(u32 layer, Const<LayerWeights> w) {
     a = fresh(a);
     u32 t = mlp_tag(layer);
     auto input = input_for<Linear, DENSE_WIDTH>(s, PairRows{slot(a->middle, layer, MIDDLE), MIDDLE, t});
@@ -345,7 +359,7 @@ struct Decode {
         [&](int task, int row, int n, const f32(&v)[2]) { add_to_x(2 * layer + 1, row, task * TILE_ROWS + n, v); });
   }
 
-  DEVICE bool expert_down(u32 layer, Const<LayerWeights> w, Route& route) {
+  STAGE bool expert_down(u32 layer, Const<LayerWeights> w, Route& route) {
     a = fresh(a);
     u32 t = mlp_tag(layer);
     ExpertsDown<Expert, EXPERT_WIDTH> experts{{slot(a->middle, layer, MIDDLE), MIDDLE, t}, copy_of(&w->down), HIDDEN};
@@ -355,7 +369,7 @@ struct Decode {
   }
 
   // in x after the last layer;  out logits if wanted, the token.
-  DEVICE bool next_token() {
+  STAGE bool next_token() {
     u32 t = tag(2 * a->layers + 1);
     auto input = input_for<Island, HIDDEN>(s, Normed<X>{x(2 * a->layers), a->final_norm});
     Matrix m = copy_of(&a->head);

@@ -73,7 +73,7 @@ struct DecodeArgs {
   f32* partial_stat;      // [ROWS][SPLITS][HEADS][2] maximum and sum, as partial_out
   Pair* latent_out;       // [2][ROWS][HEADS][KV_LORA]
   Pair* attention_out;    // [2][ROWS][HEADS][V_DIM]
-  Pair* router_scores;    // [2][ROWS][E]
+  Pair* router_scores;    // [2][ROWS][slices][E + 2] products, then the slice's sum of squares
   Pair* middle;           // [2][ROWS][MIDDLE] activations between gate/up and down
   Pair* best;             // [n_blocks][ROWS][2] each block's best logit: value, token
   Pair* cache_flags;      // [ROWS] flag: this step's cache entry of the layer is written

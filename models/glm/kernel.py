@@ -38,6 +38,11 @@ _FORMATS = {
 }
 
 
+def router_slices(hidden: int) -> int:
+    """In how many parts of k the router's products come, as in hip/stages/route.h."""
+    return 8 if hidden % 512 == 0 else 1
+
+
 @dataclass(frozen=True)
 class Shape:
     """One rank's dimensions: heads, expert and dense widths and the vocabulary are divided by the number of ranks."""

@@ -62,7 +62,7 @@ def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dic
         "latent_query": shape.heads * config.kv_lora_rank,
         "latent_out": shape.heads * config.kv_lora_rank,
         "attention_out": shape.heads * config.v_head_dim,
-        "router_scores": config.n_routed_experts,
+        "router_scores": kernel.router_slices(config.hidden_size) * (config.n_routed_experts + 2),
         "middle": middle,
     }
     return {
