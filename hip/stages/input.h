@@ -1,4 +1,4 @@
-// The input of a matrix stage: from tagged pairs (or the embedding) into LDS, converted, perhaps RMS-normalized.
+// The input of a matrix stage: from tagged pairs into LDS, converted, perhaps RMS-normalized.
 //
 // All rows of the step go to LDS as [row][k], in chunks of k if they do not fit at once. Each thread asks for several pairs
 // before it looks at the first: one round trip to memory for all of them instead of one each.
@@ -17,27 +17,6 @@ struct PairRows {
   // N values of a row, at k(0) ... k(N - 1).
   template <int N, class At> DEVICE bool take(Step& s, int row, At k, Pair (&got)[N]) const {
     return s.collect(tag, [&](int i) { return at(row, k(i)); }, got);
-  }
-};
-
-// The residual stream: tagged pairs, or, before the first layer, the embedding of each row's token. That costs no hand-off:
-// every reader looks its values up by itself.
-template <class Table, int HIDDEN> struct Residual {
-  static constexpr bool NORM = false;
-  PairRows pairs;         // base null: the embedding
-  const void* embedding;  // [vocabulary][HIDDEN]
-  const u32* tokens;      // [rows]
-
-  template <int N, class At> DEVICE bool take(Step& s, int row, At k, Pair (&got)[N]) const {
-    if (pairs.base) return pairs.take(s, row, k, got);
-    u64 from = (u64)load_constant(tokens + row) * HIDDEN;
-    UNROLL for (int i = 0; i < N; ++i) {
-      if constexpr (Table::ACT_BYTES == 4)
-        got[i].payload = load_constant((const u32*)embedding + from + k(i));
-      else
-        got[i].payload = (load_constant((const u32*)embedding + (from + k(i)) / 2) >> k(i) % 2 * 16) << 16;
-    }
-    return true;
   }
 };
 
@@ -92,15 +71,9 @@ template <class F, int K, int GRAIN, class Source> struct Input {
   // had a barrier since the last use of LDS.
   DEVICE bool fill(int begin) {
     if (begin == have) return true;
-    bool ok = true;
-    if constexpr (Source::NORM) {
-      if (chunk == PADDED)
-        ok = pass<true, true>(0, PADDED);
-      else
-        ok = (begin || pass<false, true>(0, PADDED)) && pass<true, false>(begin, begin + chunk);
-    } else {
-      ok = pass<true, false>(begin, begin + chunk);
-    }
+    bool whole = chunk == PADDED, ok = true;
+    if (Source::NORM && !whole && !begin) ok = pass(0, PADDED, false, true);
+    ok = ok && pass(begin, begin + chunk, true, Source::NORM && whole);
     have = begin;
     if (!s.all_ok(ok)) return false;
     s.input_is_there();
@@ -110,7 +83,8 @@ template <class F, int K, int GRAIN, class Source> struct Input {
   }
 
  private:
-  template <bool STORE, bool SQUARES> DEVICE bool pass(int begin, int end) {
+  // One piece of code for all uses: what a kernel has to fetch of itself counts.
+  DEVICE bool pass(int begin, int end, bool store, bool sum_squares) {
     if (end > PADDED) end = PADDED;
     bool ok = true;
     int me = thread_id(), lane = me % PER_ROW;
@@ -126,13 +100,13 @@ template <class F, int K, int GRAIN, class Source> struct Input {
           int k = k_of(b);
           if (k >= end) continue;
           f32 v[2] = {k < K ? value_of(got[2 * b]) : 0, k < K ? value_of(got[2 * b + 1]) : 0};
-          if constexpr (SQUARES) sum = __builtin_fmaf(v[0], v[0], sum), sum = __builtin_fmaf(v[1], v[1], sum);
+          if constexpr (Source::NORM) sum = __builtin_fmaf(v[1], v[1], __builtin_fmaf(v[0], v[0], sum));
           if constexpr (Source::NORM)
             v[0] *= load_constant(source.weight + inside(k)), v[1] *= load_constant(source.weight + inside(k) + 1);
-          if constexpr (STORE) put_in_lds(row, k - begin, v);
+          if (store) put_in_lds(row, k - begin, v);
         }
       }
-      if constexpr (SQUARES) {
+      if (Source::NORM && sum_squares) {
         sum = wave_sum(sum);
         if (lane_id() == 0) squares[row * WAVES + wave_id()] = sum;
       }

@@ -15,13 +15,26 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
                          Sink sink) {
   using Mine = Slice<F, K, F::AHEAD / MATRICES>;
   Mine slice[MATRICES];
-  int task = s.first_task();
-  s.begin(stage, task, tag);
-  bool more = task < tasks && exists(task);
-  if (more) {
-    UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(task, m));
-  }
-  while (more) {
+  // Each turn asks for a task's first weights, finishes the task before while they are on their way, and then multiplies. Every
+  // part of it stands here once: kernels of this size wait for their own code.
+  for (int task = s.first_task(), before = -1;; task += n_blocks()) {
+    bool more = task < tasks && exists(task);
+    if (more) {
+      s.begin(stage, task, tag);
+      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(task, m));
+    }
+    if (before >= 0) {
+      block_barrier();
+      for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
+        int row = i / 8, n = i % 8 * 2;
+        f32 v[MATRICES][2];
+        UNROLL for (int m = 0; m < MATRICES; ++m) v[m][0] = sum_parts(m, row, n), v[m][1] = sum_parts(m, row, n + 1);
+        sink(before, row, n, v);
+      }
+      s.end();
+      block_barrier();  // before the parts, or LDS for the next input, are written again
+    }
+    if (!more) break;
     aim(input, task);
     Acc acc[MATRICES] = {};
     for (int begin = 0; begin < In::PADDED; begin += input.chunk) {
@@ -31,23 +44,8 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
       Columns x = input.columns();
       UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].run(x, begin, end, acc[m]);
     }
-    int next = task + n_blocks();
-    more = next < tasks && exists(next);
     UNROLL for (int m = 0; m < MATRICES; ++m) leave_part(acc[m], m);
-    if (more) {
-      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(next, m));
-    }
-    block_barrier();
-    for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
-      int row = i / 8, n = i % 8 * 2;
-      f32 v[MATRICES][2];
-      UNROLL for (int m = 0; m < MATRICES; ++m) v[m][0] = sum_parts(m, row, n), v[m][1] = sum_parts(m, row, n + 1);
-      sink(task, row, n, v);
-    }
-    s.end();
-    block_barrier();  // before the parts, or LDS for the next input, are written again
-    task = next;
-    if (more) s.begin(stage, task, tag);
+    before = task;
   }
   s.finish(tasks);
   return true;

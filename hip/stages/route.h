@@ -41,7 +41,7 @@ struct Route {
       : logits(logits), slices(slices), hidden(hidden), eps(eps), bias(bias), scale(scale) {}
 
   // Number of active experts (0: overtaken), or -1 when a wait was given up. Uniform over the block; ends with a barrier.
-  DEVICE int decide(Step& s) {
+  STAGE int decide(Step& s) {
     if (done) return route_count[0];
     for (int i = thread_id(); i < EXPERTS * 2; i += THREADS) route_place[i] = 0u;
     block_barrier();
@@ -106,7 +106,7 @@ struct Route {
     constexpr int OF_CLASS = EXPERTS / WAVES;
     int t = thread_id(), e = t % OF_CLASS * WAVES + t / OF_CLASS;
     bool active = t < EXPERTS && (route_place[e * 2] | route_place[e * 2 + 1]);
-    u32 before = block_prefix(active, ACT_WORDS);
+    u32 before = block_prefix(active);
     if (active) route_active[before] = (u32)e;
     if (t < EXPERTS && t % OF_CLASS == 0) route_class[t / OF_CLASS] = before;
     if (t == EXPERTS - 1) route_count[0] = route_class[WAVES] = before + active;

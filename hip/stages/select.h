@@ -13,18 +13,19 @@ DEVICE u32 order_key(f32 v) {
   return u >> 31 ? ~u : u | 0x80000000u;
 }
 
-// Exclusive sum over the block's threads. Uses LDS words [at, at + WAVES); begins and ends with a barrier.
-DEVICE u32 block_prefix(u32 mine, int at) {
+// Exclusive sum over the block's threads. Begins with a barrier and has another.
+SHARED(u32, prefix_of_wave, WAVES);
+DEVICE u32 block_prefix(u32 mine) {
   u32 sum = mine;
   for (int o = 1; o < WIDTH; o *= 2) {
     u32 below = wave_read(sum, lane_id() >= o ? lane_id() - o : lane_id());
     if (lane_id() >= o) sum += below;
   }
   block_barrier();
-  if (lane_id() == WIDTH - 1) lds[at + wave_id()] = sum;
+  if (lane_id() == WIDTH - 1) prefix_of_wave[wave_id()] = sum;
   block_barrier();
   u32 before = sum - mine;
-  for (int w = 0; w < wave_id(); ++w) before += lds[at + w];
+  for (int w = 0; w < wave_id(); ++w) before += prefix_of_wave[w];
   return before;
 }
 
@@ -107,8 +108,8 @@ template <int K> struct Select {
       u32 k = key(j);
       above += k > threshold, equal += k == threshold;
     }
-    above = block_prefix(above, 0);
-    equal = block_prefix(equal, WAVES);
+    above = block_prefix(above);
+    equal = block_prefix(equal);
     for (u32 j = begin; j < end; ++j) {
       u32 k = key(j);
       if (k > threshold || (k == threshold && equal < take))

@@ -21,6 +21,7 @@
 #include "glm/stages.h"
 #include "stages/attend.h"
 #include "stages/cache_entry.h"
+#include "stages/embed.h"
 #include "stages/experts.h"
 #include "stages/index_scores.h"
 #include "stages/linear.h"
@@ -32,7 +33,6 @@ using Act = ActivationsOf<Linear>;  // what activations are rounded to for big m
 constexpr int Q_HEAD = NOPE + ROPE, ENTRY = KV_LORA + ROPE, INDEX_OUT = INDEX_DIM + INDEX_HEADS;
 constexpr int MIDDLE = DENSE_WIDTH > (TOP_K + 1) * EXPERT_WIDTH ? DENSE_WIDTH : (TOP_K + 1) * EXPERT_WIDTH;
 using Attention = Attend<Act, HEADS, NOPE, ROPE, KV_LORA, INDEX_TOPK>;
-using X = Residual<Island, HIDDEN>;
 using Slices = RouterSlices<HIDDEN>;
 
 struct Decode {
@@ -57,6 +57,7 @@ struct Decode {
   }
 
   DEVICE bool run() {
+    if (a->layer_begin == 0) embed<Island, HIDDEN>(s, EMBED, tag(0), a->embedding, a->tokens_in, slot(a->x, 0, HIDDEN));
     for (u32 layer = 0; layer < a->layer_begin; ++layer)  // a selection may be an earlier launch's
       if (as_const(a->weights)[layer].full_index) selection_layer = layer;
     for (u32 layer = a->layer_begin; layer < a->layer_end; ++layer)
@@ -91,10 +92,7 @@ struct Decode {
   DEVICE static Pair* slot(Pair* region, u32 layer, int width) { return region + (u64)(layer & 1) * ROWS * width; }
 
   // x(version) of all rows.
-  DEVICE X x(u32 version) const {
-    const Pair* pairs = version ? slot(a->x, version, HIDDEN) : nullptr;
-    return {{pairs, HIDDEN, tag(version)}, a->embedding, a->tokens_in};
-  }
+  DEVICE PairRows x(u32 version) const { return {slot(a->x, version, HIDDEN), HIDDEN, tag(version)}; }
   // x(version + 1) = x(version) + v, for two channels.
   DEVICE void add_to_x(u32 version, int row, int channel, const f32 (&v)[2]) {
     Pair old[2];  // there since this stage's inputs are: they derive from it
@@ -125,7 +123,7 @@ struct Decode {
       if (task < KVS) return tile(copy_of(&w->kv_a), ENTRY, task, slot(a->down_kv, layer, ENTRY), ENTRY);
       return tile(copy_of(&w->index_k), INDEX_DIM, task - KVS, slot(a->down_index, layer, INDEX_OUT), INDEX_OUT);
     };
-    auto input = input_for<Linear, HIDDEN>(s, Normed<X>{x(2 * layer), w->attention_norm});
+    auto input = input_for<Linear, HIDDEN>(s, Normed<PairRows>{x(2 * layer), w->attention_norm});
     bool ok = linear<Linear, HIDDEN>(
         s, DOWN, t, QS + KVS + (w->full_index ? INDEXES : 0), input,
         [&](int task) { return rows_of_tile<Linear, HIDDEN>(of(task)); },
@@ -134,7 +132,7 @@ struct Decode {
         });
     if (!ok || !scored) return ok;
 
-    auto exact = input_for<Wide<Island>, HIDDEN>(s, Normed<X>{x(2 * layer), w->attention_norm});
+    auto exact = input_for<Wide<Island>, HIDDEN>(s, Normed<PairRows>{x(2 * layer), w->attention_norm});
     auto weights = [&](int task) {
       return tile(copy_of(&w->index_weights), INDEX_HEADS, task, slot(a->down_index, layer, INDEX_OUT) + INDEX_DIM,
                   INDEX_OUT);
@@ -279,7 +277,7 @@ struct Decode {
         [&](int task, int row, int n, const f32(&v)[2]) { add_to_x(2 * layer, row, task * TILE_ROWS + n, v); });
   }
 
-  DEVICE Normed<X> mlp_input(u32 layer, Const<LayerWeights> w) const { return {x(2 * layer + 1), w->mlp_norm}; }
+  DEVICE Normed<PairRows> mlp_input(u32 layer, Const<LayerWeights> w) const { return {x(2 * layer + 1), w->mlp_norm}; }
 
   // in x(2l + 1), weighted, in f32;  out the experts' products in slices of k, and the slices' sums of squares.
   STAGE bool router(u32 layer, Const<LayerWeights> w) {
@@ -287,9 +285,9 @@ struct Decode {
     a = fresh(a);
     u32 t = mlp_tag(layer);
     auto slice_of = [&](int slice) {
-      X from = x(2 * layer + 1);
-      from.pairs.base += slice * Slices::K;
-      return Normed<X>{from, w->mlp_norm + slice * Slices::K};
+      PairRows from = x(2 * layer + 1);
+      from.base += slice * Slices::K;
+      return Normed<PairRows>{from, w->mlp_norm + slice * Slices::K};
     };
     auto input = input_for<Wide<Island>, Slices::K>(s, slice_of(0));
     using In = decltype(input);
@@ -371,7 +369,7 @@ struct Decode {
   // in x after the last layer;  out logits if wanted, the token.
   STAGE bool next_token() {
     u32 t = tag(2 * a->layers + 1);
-    auto input = input_for<Island, HIDDEN>(s, Normed<X>{x(2 * a->layers), a->final_norm});
+    auto input = input_for<Island, HIDDEN>(s, Normed<PairRows>{x(2 * a->layers), a->final_norm});
     Matrix m = copy_of(&a->head);
     f32* logits = a->logits;
     Best best;

@@ -3,6 +3,7 @@
 #include "platform/types.h"
 
 enum Stage : u32 {
+  EMBED,         // the tokens' rows of the embedding
   DOWN,          // low-rank projections of the normalized input
   CACHE_ENTRY,   // this step's latent, rotated key and index key
   QUERY,         // queries of attention and indexer from the low rank
