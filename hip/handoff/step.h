@@ -27,7 +27,7 @@ struct Step {
   const u32 rows, rank, poll_limit;
   u32* const error;  // [8] claimed, rank, block, stage, task, expected, seen
   u32 base = 0, stage = 0, task = 0, tag = 0;
-  u32 turn = 0;                        // of waves_ok
+  u32 turn = 0;  // of waves_ok
   Timeline timeline;
   u32 lost_wanted = 0, lost_seen = 0;  // of the wait that this thread gave up; equal: none
 

@@ -16,7 +16,8 @@ struct Timeline {
     if (thread_id() != 0 || !records) return;
     u64 now = clock_ticks();
     if (made < capacity)
-      store_plain(records + (u64)block_id() * capacity + made, Vec4{{(u32)now, (u32)(now >> 32), stage, task * 4 + (u32)moment}}, tag);
+      store_plain(records + (u64)block_id() * capacity + made,
+                  Vec4{{(u32)now, (u32)(now >> 32), stage, task * 4 + (u32)moment}}, tag);
     ++made;
   }
   DEVICE void close(u32 tag) const {

@@ -118,7 +118,10 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   }
   // Up to 16 heads: [latent part | rotated part].
   DEVICE bool load_queries(Step& s, int row, int group) const {
-    constexpr int WORDS = WIDTH_K / 2, MOST = (HEADS < 16 ? HEADS : 16) * WORDS, BATCH = MOST <= THREADS ? 1 : MOST / THREADS < 8 ? MOST / THREADS : 8;
+    constexpr int WORDS = WIDTH_K / 2, MOST = (HEADS < 16 ? HEADS : 16) * WORDS,
+                  BATCH = MOST <= THREADS      ? 1
+                          : MOST / THREADS < 8 ? MOST / THREADS
+                                               : 8;
     int me = thread_id(), total = heads_of(group) * WORDS;
     bool ok = true;
     for (int from = 0; from < total; from += THREADS * BATCH) {

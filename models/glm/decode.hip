@@ -296,7 +296,8 @@ struct Decode {
     return linear_tasks<Wide<Island>, Slices::K, 1>(
         s, ROUTER, t, TILES * Slices::COUNT, input, [](int) { return true; },
         [&](int task, int) {
-          return tile_row<Wide<Island>, HIDDEN>(m.tiles, m.scales, EXPERTS, 0, task % TILES).from_k(task / TILES * Slices::K);
+          return tile_row<Wide<Island>, HIDDEN>(m.tiles, m.scales, EXPERTS, 0, task % TILES)
+              .from_k(task / TILES * Slices::K);
         },
         [&](In& in, int task) { in.change(slice_of(task / TILES)); },
         [&](int task, int row, int n, const f32(&v)[1][2]) {
