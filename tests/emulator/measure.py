@@ -1,0 +1,56 @@
+"""Prints docs/amd.md's table: `python -m tests.emulator.measure`, some ten minutes. Every step is compared, too."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from rocmega.checkpoint import Checkpoint
+from rocmega.models.glm.config import from_dir
+from rocmega.models.glm.presets import write_checkpoint
+from rocmega.models.glm.weights import pack
+from tests.emulator.compare import LENGTHS, Comparison
+from tests.emulator.driver import ARCHS
+
+FORMATS = (("f32", "f32"), ("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8"))  # of weights and activations
+BLOCKS = (1, 3, 5)
+SEEDS = (0, 1, 2)  # the first warms the emulator
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(
+        "| target | weights | activations | rows |",
+        *(f"{blocks} blocks |" for blocks in BLOCKS),
+        "\n" + "|---" * 7 + "|",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype, activations in FORMATS:
+            directory = write_checkpoint("glm-5.2-tiny", Path(folder) / f"{dtype}-{activations}", dtype)
+            config = from_dir(directory)
+            weights = pack(Checkpoint(directory), config)
+            for arch in ARCHS if activations != "fp8" else ["gfx950"]:
+                for rows, lengths in LENGTHS.items():
+                    cells = []
+                    for blocks in BLOCKS:
+                        comparison = Comparison(
+                            config, weights, arch, blocks, lengths, "fp8" if activations == "fp8" else "bf16"
+                        )
+                        *_, last = (comparison.step(seed) for seed in SEEDS)
+                        comparison.close()
+                        cells.append(f"{last.instructions / 1e6:.2f} M, {last.seconds:.1f} s")
+                    print(
+                        "|",
+                        " | ".join([arch, f"{dtype} x {activations}", str(rows), *cells]),
+                        "|",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    main()
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
