@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import re
+import warnings
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,11 @@ class Pack:
         return int(self.manifest["rank"])
 
     @property
+    def family(self) -> str:
+        """The model_type of its config.json."""
+        return str(self.manifest["family"])
+
+    @property
     def formats(self) -> dict[str, str]:
         """What is stored in which format, by the family's names."""
         return dict(self.manifest["formats"])
@@ -109,8 +115,8 @@ class Pack:
         """Raises PackError, naming both sides, if the pack is for something else. arch None: whatever it is for."""
         if arch is not None and self.arch != arch:
             raise PackError(
-                f"{self.directory} was packed for {self.arch} and this is {arch}: the bytes differ. Pack the checkpoint "
-                f"again with --arch {arch}."
+                f"{self.directory} was packed for {self.arch} and this is {arch}: the bytes differ. Pack the "
+                f"checkpoint again with --arch {arch}."
             )
         if (self.tp, self.rank) != (tp, rank):
             raise PackError(
@@ -130,7 +136,8 @@ class Pack:
         self, device: torch.device | str = "cpu", progress: Progress = silent
     ) -> dict[str, PackedMatrix | torch.Tensor]:
         """Field name -> packed matrices or plain tensor. On the CPU they are views of the mapped files."""
-        total, done, out = self.bytes(), 0, {}
+        total, done = self.bytes(), 0
+        out: dict[str, PackedMatrix | torch.Tensor] = {}
         for name, of in self.fields.items():
             tensors = {tensor: self._tensor(name, tensor).to(device) for tensor in of.tensors()}
             if of.count:
@@ -173,14 +180,17 @@ class Pack:
         info = self.headers[file][tensor]
         if file not in self._maps:
             with (self.directory / file).open("rb") as opened:
-                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         dtype = getattr(torch, DTYPES[info.dtype][0])
         count = info.nbytes // dtype.itemsize
-        return torch.frombuffer(self._maps[file], dtype=dtype, count=count, offset=info.offset).view(info.shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mapping is read-only: nobody writes to weights
+            values = torch.frombuffer(self._maps[file], dtype=dtype, count=count, offset=info.offset)
+        return values.view(info.shape)
 
 
 def open_pack(directory: Path) -> Pack:
-    """A finished pack of one rank. Raises PackError if it is damaged, or of a layout that this version does not read."""
+    """A finished pack of one rank. Raises PackError if it is damaged, or of a layout that this version cannot read."""
     manifest = read_json(directory / MANIFEST)
     layout = manifest.get("layout")
     wanted = {"tag": LAYOUT_TAG, "version": LAYOUT_VERSION}
@@ -192,7 +202,7 @@ def open_pack(directory: Path) -> Pack:
         )
     try:
         fields = {name: field_from_json(name, entry) for name, entry in manifest["fields"].items()}
-        files = {name: (entry["size"], entry["header"]) for name, entry in manifest["files"].items()}
+        files = {_inside(name): (entry["size"], entry["header"]) for name, entry in manifest["files"].items()}
         headers = {name: _header(directory / name, *expected) for name, expected in files.items()}
         for name, of in fields.items():
             for tensor, (dtype, shape) in of.tensors().items():
@@ -200,15 +210,7 @@ def open_pack(directory: Path) -> Pack:
                 if (info.dtype, info.shape) != (dtype, shape):
                     raise PackError(f"{directory}: tensor {tensor} is not what {MANIFEST} says. Pack again.")
         pack = Pack(directory, manifest, fields, headers)
-        _ = (
-            pack.tp,
-            pack.rank,
-            pack.arch,
-            pack.formats,
-            manifest["config"],
-            manifest["family"],
-            manifest["source"]["id"],
-        )
+        _ = pack.tp, pack.rank, pack.arch, pack.formats, pack.family, manifest["config"], manifest["source"]["id"]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise PackError(
             f"{directory / MANIFEST} is damaged. Delete {directory} and pack the checkpoint again."
@@ -216,13 +218,20 @@ def open_pack(directory: Path) -> Pack:
     return pack
 
 
+def _inside(name: str) -> str:
+    """A name in the pack's folder; ValueError for one that leads out of it."""
+    if name != Path(name).name or name in (".", ".."):
+        raise ValueError(name)
+    return name
+
+
 def _header(path: Path, size: int, digest: str) -> dict[str, TensorInfo]:
     try:
         found = path.stat().st_size
         if found != size:
             raise PackError(
-                f"{path} is {found} bytes long and was written with {size}: it is damaged, or not all of it was copied. "
-                "Copy it again, or pack again."
+                f"{path} is {found} bytes long and was written with {size}: it is damaged, or not all of it was "
+                "copied. Copy it again, or pack again."
             )
         tensors = read_header(path)
         with path.open("rb") as file:
