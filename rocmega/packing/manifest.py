@@ -48,16 +48,16 @@ def complete(base: Identity, files: dict[str, PackFile], checksums: bytes) -> di
 
 
 def mismatch(mine: Identity, other: Identity) -> str:
-    """What two packs differ in, with both sides; empty if in nothing."""
+    """What the pack asked for and the one that is there differ in, with both sides; empty if in nothing."""
     names = {"layout": "layout", "rocmega": "rocmega version", "family": "family", "arch": "architecture"}
     names |= {"tp": "number of ranks", "rank": "rank", "formats": "formats"}
     for key, name in names.items():
         if mine.get(key) != other.get(key):
-            return f"{name} {_shown(mine.get(key))} and {_shown(other.get(key))}"
+            return f"{name} {_shown(mine.get(key))} is asked for and {_shown(other.get(key))} is there"
     sources = difference(mine["source"], other.get("source", {}))
     if sources:
         one, two = mine["source"].get("id"), other.get("source", {}).get("id")
-        return f"checkpoint {one} and {two}: {sources}"
+        return f"checkpoint {one} is asked for and {two} is there: {sources}"
     return "" if mine["fields"] == other.get("fields") else "fields"
 
 

@@ -113,8 +113,7 @@ class RankPack:
         difference = mismatch(base, other)
         if difference:
             raise PackError(
-                f"{at} is there already and is another pack than the one asked for ({difference}; the one asked for is "
-                "named first). Delete it, or choose another --out."
+                f"{at} is another pack than the one asked for: {difference}. Delete it, or choose another --out."
             )
 
     def _take_lock(self) -> None:
