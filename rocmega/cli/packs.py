@@ -88,15 +88,14 @@ def _traffic(about: dict[str, Any], fields: list[Field], context: int) -> Traffi
 
 
 def _print_ranks(shown: list[dict[str, Any]]) -> None:
+    from rich import box
     from rich.table import Table
 
     from rocmega.cli.output import console
 
-    table = Table("pack", "architecture", "ranks", "rank", "GB")
+    table = Table("pack", "architecture", "GB", box=box.SIMPLE_HEAD)
     for entry in shown:
-        table.add_row(
-            entry["model"], entry["arch"], str(entry["tp"]), str(entry["rank"]), f"{entry['bytes'] / 1e9:.3f}"
-        )
+        table.add_row(Path(entry["model"]).name, entry["arch"], f"{entry['bytes'] / 1e9:.3f}")
     console().print(table)
 
 
