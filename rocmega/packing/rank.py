@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class RankPack:
     Fields:
         path: the finished pack.
         finished: whether it is.
-        done: job number -> what it wrote.
+        done: numbers of the jobs that are in the journal, and written: bytes that they wrote.
         size: bytes of all its files when finished.
     """
 
@@ -53,7 +53,8 @@ class RankPack:
         self.partial = out / f".{self.path.name}.partial"
         self.rank: int = base["rank"]
         self.files = lay_out(plan.fields.values())
-        self.done: dict[int, Record] = {}
+        self.done: set[int] = set()
+        self.written = 0
         self.finished = False
         self._base, self._sidecars = base, list(sidecars)
         self._where = {tensor: file for file in self.files.values() for tensor in file.sizes}
@@ -135,18 +136,27 @@ class RankPack:
 
     def _open_journal(self) -> None:
         self._journal = os.open(self.partial / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
-        text = b""
-        while block := os.read(self._journal, 1 << 24):
-            text += block
         good = 0
-        for line in text.splitlines(keepends=True):
-            entry = _entry(line)
-            if entry is None:
-                break  # a line that was being written
-            self.done[entry[0]] = entry[1]
-            good += len(line)
-        os.ftruncate(self._journal, good)
+        for number, record, end in self._entries():
+            self._enter(number, record)
+            good = end
+        os.ftruncate(self._journal, good)  # what follows is a line that was being written
         os.lseek(self._journal, good, os.SEEK_SET)
+
+    def _entries(self) -> Iterator[tuple[int, Record, int]]:
+        """The journal's jobs: number, what it wrote, where in the journal its line ends."""
+        end = 0
+        with (self.partial / JOURNAL).open("rb") as journal:
+            for line in journal:
+                entry = _entry(line)
+                if entry is None:
+                    return
+                end += len(line)
+                yield (*entry, end)
+
+    def _enter(self, number: int, record: Record) -> None:
+        self.done.add(number)
+        self.written += sum(size for _, _, size, _ in record)
 
     # Writing. `write` is called by several threads at a time, the rest by one.
 
@@ -192,7 +202,8 @@ class RankPack:
             os.fdatasync(self._journal)
         except OSError as error:
             raise disk_error(self.partial, error) from None
-        self.done.update(jobs)
+        for number, record in jobs.items():
+            self._enter(number, record)
         with self._mutex:
             for name in self._open.keys() - keep_open - self._dirty:
                 os.close(self._open.pop(name))
@@ -213,7 +224,7 @@ class RankPack:
 
     def _checksums(self) -> dict[str, list[list[int]]]:
         parts: dict[str, list[list[int]]] = {tensor: [] for tensor in self._where}
-        for record in self.done.values():
+        for _, record, _ in self._entries():
             for tensor, offset, size, crc in record:
                 parts[tensor].append([offset, size, crc])
         for tensor, listed in parts.items():

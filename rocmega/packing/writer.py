@@ -87,7 +87,7 @@ class _Run:
         self.checkpoint, self.plan, self.packs, self.progress = checkpoint, plan, packs, progress
         self.threads = threads or len(os.sched_getaffinity(0))
         self.total = sum(pack.size for pack in packs)
-        self.written = sum(size for pack in packs for record in pack.done.values() for _, _, size, _ in record)
+        self.written = sum(pack.written for pack in packs)
         self.label = "packing" if len(packs) < 2 else f"packing {len(packs)} ranks"
         self.finished: dict[int, dict[int, Record]] = {}  # job -> rank -> record, not yet in the journals
         self.uncommitted, self.committed_at = 0, time.monotonic()

@@ -112,7 +112,7 @@ def test_mxfp4_that_config_json_does_not_announce(altered):
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="is MXFP4, though config.json says that weights are FP8"):
+    with pytest.raises(CheckpointError, match=r"is MXFP4, though config.json says that weights are FP8"):
         check(Checkpoint(directory), from_dir(directory))
 
 
