@@ -114,8 +114,7 @@ CAUGHT = [
         "wants epoch",
     ),
     (
-        Mutant("scores read without their flags", "stages/select.h",
-               "s.wait_flags((n + PAGE - 1) / PAGE,", "s.wait_flags(0,"),
+        Mutant("parts merged without their flags", "stages/attend.h", "s.wait_flags(splits,", "s.wait_flags(0,"),
         "wants epoch",
     ),
     (
