@@ -15,6 +15,10 @@ class CheckpointError(RocmegaError):
     """A weight file that is missing, damaged or of another shape than its configuration says."""
 
 
+class PackError(RocmegaError):
+    """A pack that cannot be written, is damaged, or is for something else than what it is wanted for."""
+
+
 class ToolchainError(RocmegaError):
     """No compiler, or one that refused the source."""
 

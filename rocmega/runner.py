@@ -63,12 +63,14 @@ class Runner:
         progress: Progress = silent,
     ) -> None:
         from rocmega import registry
-        from rocmega.checkpoint import Checkpoint
+        from rocmega.packing import find
 
         if not 1 <= max_rows <= MEGA_ROWS:
             raise RequestError(f"max_rows={max_rows}: one step takes 1 to {MEGA_ROWS} rows.")
         if blocks is not None and blocks < 1:
             raise RequestError(f"blocks={blocks}: the mega-task needs at least one block.")
+        packed = find(directory)
+        directory = packed or directory
         self.directory = directory
         self.config: Any = registry.load_config(directory)
         self.family = str(registry.read_config(directory)["model_type"])
@@ -79,13 +81,7 @@ class Runner:
         self._missing: tuple[str, ...] = ()
         self._numbers = itertools.count()
         self.driver = self._open_driver(device, path, seed)
-        checkpoint = Checkpoint(directory)
-        label = f"packing the weights of {directory.name}"
-        progress(label)
-        self.weights: Any = self._module("weights").pack(
-            checkpoint, self.config, lambda done, total: progress(label, done, total), device=self.device
-        )
-        checkpoint.close()
+        self.weights: Any = self._checkpoint_weights() if packed is None else self._packed_weights(packed)
         self.cache = self._new_cache()
         self.standard: Any = self._module("standard").StandardPath(self.config, self.weights, self.cache)
         self._mega: Any = None
@@ -184,6 +180,26 @@ class Runner:
         self.cache.close()
         if self.driver is not None and hasattr(self.driver, "close"):
             self.driver.close()
+
+    def _checkpoint_weights(self) -> Any:
+        from rocmega.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint(self.directory)
+        label = f"packing the weights of {self.directory.name}"
+        self._progress(label)
+        weights = self._module("weights").pack(
+            checkpoint, self.config, lambda done, total: self._progress(label, done, total), device=self.device
+        )
+        checkpoint.close()
+        return weights
+
+    def _packed_weights(self, directory: Path) -> Any:
+        from rocmega.packing import open_pack
+
+        pack = open_pack(directory)
+        # The standard path understands every architecture's bytes; kernels only their own.
+        pack.check_for(arch=None if self.driver is None else self.driver.arch)
+        return self._module("weights").assemble(pack.formats, self.config, pack.load(self.device))
 
     def _module(self, name: str) -> Any:
         from rocmega import registry

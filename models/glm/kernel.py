@@ -26,7 +26,10 @@ SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
 # gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
 LDS_WORDS = {"host": 15104, "gfx942": 15104, "gfx950": 38912, "sm_90": 49152}
 
-ACTIVATIONS = ("bf16", "fp8")  # what quantized matrices meet: bf16, or FP8 quantized per group as in the published models
+ACTIVATIONS = (
+    "bf16",
+    "fp8",
+)  # what quantized matrices meet: bf16, or FP8 quantized per group as in the published models
 
 # Kernel type of a packed format, by the activations.
 _FORMATS = {
@@ -95,9 +98,7 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
         yield f"num_experts_per_tok {config.num_experts_per_tok} is more than 14"
 
 
-def model_header(
-    config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16"
-) -> str:
+def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
     shape = Shape.of(config, tp)
     sizes = {

@@ -189,7 +189,12 @@ class MegaPath:
         seen = dict(zip(ERROR_WORDS, (word & 0xFFFFFFFF for word in words), strict=True))
         self._open_regions()  # whatever is half done in them must not be met by a later step
         raise StepError(
-            seen["rank"], seen["block"], self._function.stage(seen["stage"]), seen["task"], seen["expected"], seen["seen"]
+            seen["rank"],
+            seen["block"],
+            self._function.stage(seen["stage"]),
+            seen["task"],
+            seen["expected"],
+            seen["seen"],
         )
 
     def _next_epoch(self) -> int:
@@ -252,6 +257,8 @@ class MegaPath:
 def _split_layers(layers: int, parts: int) -> list[tuple[int, int]]:
     """Contiguous ranges of layers, as even as can be."""
     if not 1 <= parts <= layers:
-        raise RequestError(f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks.")
+        raise RequestError(
+            f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks."
+        )
     borders = [layers * part // parts for part in range(parts + 1)]
     return list(zip(borders[:-1], borders[1:], strict=True))

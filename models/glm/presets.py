@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from rocmega.checkpoint import INDEX
-from rocmega.checkpoint.tiles import SCALE_BLOCK, dequantize_fp8, scale_grid
+from rocmega.checkpoint.layouts import scale_names
+from rocmega.checkpoint.quantize import quantize_fp8, quantize_mxfp4
+from rocmega.checkpoint.tiles import MX_GROUP, SCALE_BLOCK, dequantize_fp8, dequantize_mxfp4
 from rocmega.errors import RequestError
 from rocmega.models.glm.config import MODEL_TYPE, GlmConfig, from_dict
 from rocmega.models.glm.published import QUANTIZABLE, Expected, expected_tensors, scale_name
@@ -92,7 +94,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "glm-5.2-mid": _glm52(_MID),
 }
 WRITABLE = tuple(name for name in PRESETS if name.endswith(("-tiny", "-mid")))
-DTYPES = ("f32", "bf16", "fp8")
+DTYPES = ("f32", "bf16", "fp8", "mxfp4")
 
 _QUANTIZATION = {
     "activation_scheme": "dynamic",
@@ -100,6 +102,16 @@ _QUANTIZATION = {
     "modules_to_not_convert": ["lm_head", "model.embed_tokens", "mlp.gate", "self_attn.indexer.weights_proj"],
     "quant_method": "fp8",
     "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
+}
+# As AMD Quark writes it, for MXFP4 with some layers in block FP8.
+_MXFP4 = {"dtype": "fp4", "group_size": MX_GROUP, "qscheme": "per_group", "scale_format": "e8m0"}
+_BLOCK_FP8 = {"block_size": [SCALE_BLOCK, SCALE_BLOCK], "dtype": "fp8_e4m3", "qscheme": "per_block"}
+_QUARK = {
+    "exclude": _QUANTIZATION["modules_to_not_convert"],
+    "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    "global_quant_config": {"weight": _MXFP4},
+    "layer_quant_config": {"*.self_attn.*": {"weight": _BLOCK_FP8}, "model.layers.[0-2].mlp.*": {"weight": _BLOCK_FP8}},
+    "quant_method": "quark",
 }
 
 
@@ -121,20 +133,21 @@ def write_checkpoint(
 ) -> Path:
     """Writes a small preset with random weights, the same ones for the same seed; returns the directory.
 
-    dtype: "f32"; "bf16"; or "fp8", e4m3 with 128x128 float32 scales where published checkpoints have them and bf16
-    elsewhere. dequantized: the values of the "bf16" or "fp8" checkpoint, written as float32 without quantization: its
-    exact twin. shards: how many files the tensors are spread over.
+    dtype: "f32"; "bf16"; "fp8", e4m3 with 128x128 float32 scales where published checkpoints have them and bf16
+    elsewhere; or "mxfp4", the same with MXFP4 experts as AMD Quark stores them. dequantized: the values of a checkpoint
+    that is not "f32", written as float32 without quantization: its exact twin. shards: how many files the tensors are
+    spread over.
     """
     from safetensors.torch import save_file
 
     if name not in WRITABLE or dtype not in DTYPES:
         raise RequestError(
-            f"weights of {name!r} in {dtype!r} cannot be made: use one of {', '.join(WRITABLE)} in f32, bf16 or fp8."
+            f"weights of {name!r} in {dtype!r} cannot be made: use one of {', '.join(WRITABLE)} in {', '.join(DTYPES)}."
         )
     config = preset(name)
     config["dtype"] = "float32" if dtype == "f32" or dequantized else "bfloat16"
-    if dtype == "fp8" and not dequantized:
-        config["quantization_config"] = _QUANTIZATION
+    if dtype in ("fp8", "mxfp4") and not dequantized:
+        config["quantization_config"] = _QUANTIZATION if dtype == "fp8" else _QUARK
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     model = from_dict(config)
@@ -166,30 +179,19 @@ def _stored(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (shape, kind) in expected.items():
         value = _value(model, name, shape, seed)
-        if dtype == "fp8" and kind in QUANTIZABLE:
-            weight, scales = quantize_fp8(value)
+        if dtype in ("fp8", "mxfp4") and kind in QUANTIZABLE:
+            packed = dtype == "mxfp4" and kind == "expert"
+            weight, scales = quantize_mxfp4(value) if packed else quantize_fp8(value)
             if dequantized:
-                yield name, dequantize_fp8(weight, scales)
+                yield name, (dequantize_mxfp4 if packed else dequantize_fp8)(weight, scales)
             else:
                 yield name, weight
-                yield scale_name(name), scales
+                yield scale_names(name)[1] if packed else scale_name(name), scales
         elif dtype == "f32" or name.endswith("e_score_correction_bias"):
             yield name, value
         else:
             rounded = value.to(torch.bfloat16)
             yield name, rounded.float() if dequantized else rounded
-
-
-def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float32 matrix [n, k] as e4m3 and float32 scales per 128x128 block, whose largest value becomes 448."""
-    n, k = weight.shape
-    rows, columns = scale_grid(n, k)
-    padded = weight.new_zeros(rows * SCALE_BLOCK, columns * SCALE_BLOCK)
-    padded[:n, :k] = weight
-    blocks = padded.view(rows, SCALE_BLOCK, columns, SCALE_BLOCK)
-    scales = blocks.abs().amax(dim=(1, 3)).clamp_min(1e-12) / 448.0
-    quantized = (blocks / scales[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return quantized.view(padded.shape)[:n, :k].contiguous(), scales
 
 
 def _value(config: GlmConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

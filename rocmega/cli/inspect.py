@@ -1,4 +1,4 @@
-"""`rocmega inspect`: what the compiler made of the kernels."""
+"""`rocmega inspect`: what a pack holds, or what the compiler made of the kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,34 @@ from rocmega.errors import RequestError
 
 
 def inspect(
-    model: str = typer.Option("glm-5.2", help="A checkpoint directory, or a model by name."),
-    arch: str = typer.Option("gfx950", help="gfx942, gfx950 or sm_90."),
-    format: str | None = typer.Option(None, help="Of a named model's big matrices: f32, bf16 or fp8."),
-    tensor_parallel_size: int | None = typer.Option(None, min=1, help="How many GPUs share the model: by default 8."),
+    pack: str | None = typer.Argument(
+        None, metavar="[PACK]", help="A pack; or a checkpoint, or a model by name, as it would be packed."
+    ),
+    model: str | None = typer.Option(None, help="Its kernels instead: a checkpoint directory, or a model by name."),
+    arch: str | None = typer.Option(None, help="gfx942, gfx950 or sm_90. Of kernels, gfx950 by default."),
+    format: str | None = typer.Option(None, help="Of a named model's big matrices, for kernels: f32, bf16 or fp8."),
+    tensor_parallel_size: int | None = typer.Option(
+        None, "--tensor-parallel-size", "--tp", min=1, help="How many GPUs share the model: of kernels, by default 8."
+    ),
+    context: int = typer.Option(8192, min=1, help="Of a pack: tokens in the cache, whose reads are counted."),
+    verify: bool = typer.Option(False, "--verify", help="Of a pack: read all of it and compare checksums."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Compile a model's mega-task and show its registers, memory, instructions and cache bits."""
+    """Show a pack's tensors and the bytes that a step reads; or compile a model's mega-task and show what came out.
+
+    Without PACK, the mega-task's registers, memory, instructions and cache bits.
+    """
+    if pack is not None:
+        from rocmega.cli.packs import inspect_pack
+
+        if model is not None or format is not None:
+            raise RequestError("Give a pack, or --model with its kernels, not both.")
+        inspect_pack(pack, arch=arch, tp=tensor_parallel_size, context=context, verify=verify, json=json)
+    else:
+        _kernels(model or "glm-5.2", arch or "gfx950", format, tensor_parallel_size, json)
+
+
+def _kernels(model: str, arch: str, format: str | None, tensor_parallel_size: int | None, json: bool) -> None:
     from rocmega.cli.kernels import units
     from rocmega.cli.output import console, print_json, progress
     from rocmega.inspect import report, table

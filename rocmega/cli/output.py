@@ -39,23 +39,18 @@ class _Lines:
 
 
 @contextmanager
-def progress(quiet: bool = False) -> Iterator[Progress]:
-    """Bars on stderr that vanish when the work is done; lines where stderr is no terminal; nothing if quiet."""
+def progress(quiet: bool = False, in_bytes: bool = False) -> Iterator[Progress]:
+    """Bars on stderr that vanish when the work is done; lines where stderr is no terminal; nothing if quiet.
+
+    in_bytes: what is counted are bytes; the bar then shows speed and time left.
+    """
     if quiet or not sys.stderr.isatty():
         yield silent if quiet else _Lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Bars(*_columns(in_bytes), console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def show(text: str, done: int = 0, total: int = 0) -> None:
@@ -66,3 +61,11 @@ def progress(quiet: bool = False) -> Iterator[Progress]:
             bars.update(tasks[text], completed=done, total=total or None)
 
         yield show
+
+
+def _columns(in_bytes: bool) -> list[Any]:
+    from rich import progress as rich
+
+    counts = [rich.DownloadColumn(), rich.TransferSpeedColumn()] if in_bytes else [rich.MofNCompleteColumn()]
+    times = [rich.TimeElapsedColumn(), *([rich.TextColumn("left"), rich.TimeRemainingColumn()] if in_bytes else [])]
+    return [rich.SpinnerColumn(), rich.TextColumn("{task.description}"), rich.BarColumn(), *counts, *times]

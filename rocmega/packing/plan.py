@@ -124,7 +124,7 @@ class Job(Protocol):
 
     @property
     def field(self) -> str:
-        """A field that it makes a part of."""
+        """A field that it makes a part of. All its parts belong to the same layer, or to none."""
 
     def run(self, checkpoint: Checkpoint, ranks: Sequence[int]) -> Iterator[Made]:
         """Its parts for these ranks. Raises CheckpointError as `read_matrix` does."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from rocmega.checkpoint import tiles
 from rocmega.checkpoint.tiles import PackedMatrix
 
 FORMATS = ("f32", "bf16", "fp8")
+FP8 = ("fp8", "fp8_32", "fp8_fnuz", "fp8_32_fnuz")
 sizes = st.integers(1, 150)
 
 
@@ -60,14 +62,101 @@ def test_padding_is_zero_even_in_used_memory():
     assert not values[:, 70:].any()
 
 
+@pytest.mark.parametrize("format", FP8)
 @settings(max_examples=20, deadline=None)
 @given(n=st.integers(1, 300), k=st.integers(1, 300))
-def test_fp8_scales_apply_to_128x128_blocks(n, k):
-    weight, scales = random("fp8", n, k), torch.rand(tiles.scale_grid(n, k)) + 0.5
-    values = PackedMatrix.of(weight, "fp8", scales).dequantize()
+def test_fp8_scales_apply_to_blocks(format, n, k):
+    block = 32 if "32" in format else 128
+    weight, scales = random(format, n, k), torch.rand(tiles.scale_grid(n, k, block)) + 0.5
+    values = PackedMatrix.of(weight, format, scales).dequantize()
     for row in {0, n // 2, n - 1}:
         for column in {0, k // 2, k - 1}:
-            assert values[row, column] == weight[row, column].float() * scales[row // 128, column // 128]
+            assert values[row, column] == weight[row, column].float() * scales[row // block, column // block]
+
+
+def test_every_nibble_and_scale_of_mxfp4_is_where_the_layout_says():
+    """16 bytes of a slot are 32 inputs of a row, the even one in the low nibble; scales lie in the order of slots."""
+    n, k = 35, 160
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 150, (n, k // 32), dtype=torch.uint8, generator=generator)
+    packed = PackedMatrix.of(weight, "mxfp4", scales)
+    assert packed.tiles.shape == (1, 3, 2, 1024)
+    assert packed.scales is not None
+    assert packed.scales.shape == (1, 3, 2, 64)
+    assert packed.bytes() == 3 * 2 * (1024 + 64)
+    for row in range(48):
+        for column in range(256):
+            slot = column % 128 // 32 * 16 + row % 16
+            byte = int(packed.tiles[0, row // 16, column // 128, slot * 16 + column % 32 // 2])
+            scale = int(packed.scales[0, row // 16, column // 128, slot])
+            inside = row < n and column < k
+            expected = (int(weight[row, column // 2]) >> column % 2 * 4) & 15 if inside else 0
+            assert byte >> column % 2 * 4 & 15 == expected
+            assert scale == (int(scales[row, column // 32]) if inside else 127)
+    assert torch.equal(tiles.unpack_tiles(packed.tiles, "mxfp4", n, k)[0], weight)
+    assert torch.equal(tiles.unpack_scales(packed.scales, n, k)[0], scales)
+
+
+def test_all_e2m1_codes_with_all_e8m0_scales():
+    """Against double precision: every product is a float32 number, but for the two NaNs."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = np.concatenate([values, -values])
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)  # 32 numbers, one group
+    weight = (codes[0::2] | codes[1::2] << 4).expand(256, 16)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None]
+    found = PackedMatrix.of(weight.contiguous(), "mxfp4", scales).dequantize().double().numpy()
+    expected = np.tile(table, 2)[None, :] * np.exp2(np.arange(256.0) - 127)[:, None]
+    assert np.isnan(found[255]).all()
+    with np.errstate(over="ignore"):
+        expected = expected.astype(np.float32)  # from 2^126 on, 6 and 4 are beyond float32
+    assert np.array_equal(found[:255], expected[:255].astype(float))
+    assert np.array_equal(np.signbit(found[:255]), np.signbit(expected[:255]))
+
+
+def test_fnuz_has_the_same_values():
+    """All 254 numbers: the bytes stay but for -0, the scale doubles."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes & 0x7F != 0x7F]
+    weight = codes.view(torch.float8_e4m3fn).view(2, 127)
+    for scale in (1.0, 3.7e-5, 2.0**126, 2.0**-149):
+        scales = torch.tensor([[scale]])
+        ocp = PackedMatrix.of(weight, "fp8", scales).dequantize()
+        fnuz = PackedMatrix.of(tiles.to_fnuz(weight), "fp8_fnuz", scales * 2).dequantize()
+        assert not fnuz.isnan().any()
+        assert torch.equal(ocp, fnuz)  # 0 == -0
+    changed = bits(tiles.to_fnuz(weight)) != bits(weight)
+    assert bits(weight)[changed].tolist() == [0x80]
+
+
+def test_mxfp4_without_negative_zero():
+    every_byte = torch.arange(256, dtype=torch.uint8)[None]
+    found = tiles.without_negative_zero(every_byte)
+    for byte in range(256):
+        low, high = (0 if nibble == 8 else nibble for nibble in (byte & 15, byte >> 4))
+        assert found[0, byte] == low | high << 4
+
+
+@pytest.mark.parametrize("format", ["bf16", *FP8, "mxfp4"])
+def test_a_matrix_may_be_packed_in_bands_of_rows(format):
+    n, k = 300, 192
+    whole, parts = (PackedMatrix.empty(format, (n, k), count=2) for _ in range(2))
+    kind = tiles.FORMATS[format]
+    weight = torch.randint(0, 126, (n, k // kind.numbers * kind.dtype.itemsize), dtype=torch.uint8).view(kind.dtype)
+    grid = tiles.scale_grid(n, k, kind.block) if kind.block else (n, k // 32)
+    scales = None if format == "bf16" else torch.rand(grid).to(torch.float32 if kind.block else torch.uint8)
+    unit = kind.block or 1
+    for matrix in (whole, parts):
+        matrix.put(0, weight, scales)
+    whole.put(1, weight, scales)
+    for start in range(0, n, 128):
+        stop = min(start + 128, n)
+        part = None if scales is None else scales[start // unit : -(-stop // unit)]
+        parts.put(1, weight[start:stop], part, row=start)
+    assert torch.equal(whole.tiles, parts.tiles)
+    assert scales is None or torch.equal(whole.scales, parts.scales)
+    with pytest.raises(ValueError, match="matrix 0 from row 8 on"):
+        parts.put(0, weight[:16], None if scales is None else scales[:1], row=8)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -181,3 +181,45 @@ def test_registry(tmp_path, tiny):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         with pytest.raises(ConfigError, match=r"not supported; known types: glm_moe_dsa"):
             registry.load_config(tmp_path)
+
+
+# Quark.
+
+MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {"weight": MXFP4, "input_tensors": {**MXFP4, "is_dynamic": True}, "bias": None},
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "exclude": ["lm_head", "*self_attn*", "*mlp.gate"],
+    "export": {"pack_method": "reorder", "weight_format": "real_quantized", "kv_cache_group": []},
+    "quant_mode": "eager_mode",
+    "version": "0.11.1",
+}
+
+
+def test_quark_is_read():
+    assert from_dict(changed(quantization_config=QUARK)).quantization == "quark"
+    fp8 = {"*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}}}
+    config = from_dict(changed(quantization_config={**QUARK, "layer_quant_config": fp8}))
+    assert config.quantization == "quark"
+    assert config.quantized
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_quant_config": None}, "global_quant_config has weights of another kind"),
+        ({"global_quant_config": {"weight": {**MXFP4, "group_size": 16}}}, "another kind than MXFP4"),
+        ({"global_quant_config": {"weight": [MXFP4, MXFP4]}}, "another kind than MXFP4"),
+        (
+            {"layer_quant_config": {"*attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}}},
+            r"layer_quant_config.\*attn\* has weights of another kind",
+        ),
+        ({"export": {"weight_format": "fake_quantized"}}, "fake_quantized"),
+        ({"rotation": True}, "quantization_config.rotation is not known"),
+    ],
+)
+def test_other_quark_schemes_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        from_dict(changed(quantization_config={**QUARK, **changes}))

@@ -21,7 +21,7 @@ def test_prefill_and_64_greedy_tokens_equal_transformers(name, model, reference,
     assert (rows - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "mxfp4"])
 def test_dequantized_checkpoint_equals_transformers(dtype, model, reference, prompt):
     tokens, logits = reference("glm-5.2-tiny", dtype, dequantized=True)
     ours, rows = model("glm-5.2-tiny", dtype, dequantized=True).greedy("a", prompt, len(tokens))
@@ -29,7 +29,7 @@ def test_dequantized_checkpoint_equals_transformers(dtype, model, reference, pro
     assert (rows - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "mxfp4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rounded_logits_are_near_float32(name, dtype, model, prompt, monkeypatch):
     """Within 2e-2 of the float32 twin on the twin's choices.

@@ -18,7 +18,7 @@ ROWS_OF = {"glm-5.2-tiny": POSITIONS, "odd": ODD_POSITIONS}
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("glm-5.2-tiny", "f32"), ("glm-5.2-tiny", "fp8"), ("odd", "f32"), ("odd", "bf16"), ("odd", "fp8")],
+    [("glm-5.2-tiny", "f32"), ("odd", "f32"), ("odd", "bf16"), ("odd", "fp8")],
 )
 def test_a_row_is_the_same_in_any_company(name, dtype, bench):
     """M = 1, 3, 8 and 16; in the odd model activations of 16 rows come in chunks and those of one row do not."""
@@ -80,12 +80,20 @@ def test_nothing_is_found_by_the_checks(blocks, mixed, expected, driver):
             assert driver.last_report.reports == 0
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("glm-5-tiny", "f32"), ("odd", "bf16"), ("odd", "fp8")])
-def test_nothing_is_found_in_other_models(name, dtype, bench, monkeypatch):
-    subject: Bench = bench(name, dtype, (150, 5, 63), blocks=3)
+@pytest.mark.parametrize(
+    ("name", "dtype", "positions"),
+    [
+        ("glm-5-tiny", "f32", POSITIONS[:3]),
+        ("odd", "bf16", ODD_POSITIONS[:3]),
+        ("odd", "fp8", ODD_POSITIONS[:3]),
+        ("odd", "f32", ODD_POSITIONS[:10]),  # activations in chunks
+    ],
+)
+def test_nothing_is_found_in_other_models(name, dtype, positions, bench):
+    subject: Bench = bench(name, dtype, positions)
     expected = subject.step()
     subject.driver.check = True
-    for subject.driver.seed in (1, 2, 3):
+    for subject.driver.seed in (1, 2, 3) if len(positions) == 3 else (1,):
         assert subject.step().same_bits(expected)
 
 

@@ -234,25 +234,34 @@ def test_stage_is_its_formula(name, model, dtype, recording):
     assert max(none) <= (SAME_ROUNDING if dtype == "f32" else NO_ROUNDING_OF_ATTEND if attend else NO_ROUNDING)
 
 
-@pytest.mark.parametrize("model", ["glm-5-tiny", "glm-5.2-tiny", "odd"])
-def test_choices_are_the_standard_paths(model, recording, monkeypatch):
-    """Positions and experts, in float32, where both paths have the same scores but for sums in another order."""
-    subject = recording(model, "f32")
+@pytest.mark.parametrize(("model", "dtype"), MODELS)
+def test_the_whole_step_is_the_standard_paths(model, dtype, recording, monkeypatch):
+    """Choices of positions and experts too, in float32. With rounding a sum in another order may round a value the
+    other way, which is soon as much as all rounding together and now and then turns a choice over: then the row is
+    another.
+    """
+    subject = recording(model, dtype)
     selections, routes = [], []
     with monkeypatch.context() as patch:
         patch.setattr(standard, "select", recorded(formulas.select, selections))
         patch.setattr(stages, "route", recorded(formulas.route, routes))
         logits = subject.bench.standard_step().logits
-    torch.testing.assert_close(subject.outcome.logits, logits, atol=1e-4, rtol=0)
+    agree = torch.ones(subject.rows, dtype=torch.bool)
     for view, layer in zip(subject.layers(), subject.bench.standard.layers, strict=True):
         if view.full_index:
             positions, _ = selections.pop(0)
-        assert torch.equal(view.selection[view.long], positions[view.long, 0])
+        agree &= ~view.long | (view.selection == positions[:, 0]).all(1)
         if not layer.dense:
             experts, _ = routes.pop(0)
-            assert torch.equal(view.ranked_experts(layer)[0].sort(dim=1).values, experts)
+            agree &= (view.ranked_experts(layer)[0].sort(dim=1).values == experts).all(1)
     assert not selections
     assert not routes
+    if dtype == "f32":
+        assert agree.all()
+        torch.testing.assert_close(subject.outcome.logits, logits, atol=1e-4, rtol=0)
+    else:
+        assert agree.sum() > subject.rows // 2
+        assert ((subject.outcome.logits - logits).norm(dim=1) / logits.norm(dim=1))[agree].max() < 2e-2
 
 
 def recorded(function: Callable, calls: list) -> Callable:
