@@ -13,7 +13,10 @@ from typing import Literal
 Path = Literal["mega", "standard"]
 
 MEGA_FAMILIES = frozenset({"glm_moe_dsa"})
-MEGA_FORMATS = frozenset({"f32", "bf16", "fp8"})
+# Of the big matrices, and after a + of the experts where theirs is another. FNUZ is what packs for gfx942 hold.
+MEGA_FORMATS = frozenset(
+    {"f32", "bf16", "fp8", "fp8_fnuz"} | {f"{linear}+mxfp4" for linear in ("bf16", "fp8", "fp8_fnuz")}
+)
 MEGA_TARGETS = frozenset({"host", "gfx942", "gfx950", "sm_90"})
 MEGA_ROWS = 16  # the free axis of a matrix tile
 MEGA_FEATURES = frozenset({"greedy", "logits"})

@@ -114,6 +114,21 @@ def test_a_pack_generates_what_its_checkpoint_does(kind, tiny_checkpoint, tmp_pa
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_the_mega_task_takes_a_pack(tiny_checkpoint, tmp_path):
+    """Bit for bit what it makes of the checkpoint; close to the standard path."""
+    checkpoint = tiny_checkpoint("glm-5.2-tiny", "mxfp4")
+    pack_checkpoint(checkpoint, tmp_path, arch="host")
+    logits: dict[tuple[Path, str], list[torch.Tensor]] = {}
+    for model, path in ((checkpoint, "mega"), (tmp_path, "mega"), (tmp_path, "standard")):
+        rows = logits.setdefault((model, path), [])
+        with LLM(model, path=path, max_rows=1, max_model_len=64, blocks=2) as llm:
+            params = SamplingParams(max_tokens=3)
+            llm.generate([3, 1, 4], params, observer=lambda request, number, row, rows=rows: rows.append(row.clone()))
+    ours, packed, standard = (torch.stack(rows) for rows in logits.values())
+    assert torch.equal(ours, packed)
+    assert (packed - standard).norm() < 2e-2 * standard.norm()
+
+
 # What is refused.
 
 
