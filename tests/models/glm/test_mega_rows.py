@@ -23,12 +23,11 @@ ROWS_OF = {"glm-5.2-tiny": POSITIONS, "odd": ODD_POSITIONS}
 def test_a_row_is_the_same_in_any_company(name, dtype, bench):
     """M = 1, 3, 8 and 16; in the odd model activations of 16 rows come in chunks and those of one row do not."""
     subject: Bench = bench(name, dtype, ROWS_OF[name])
-    alone = [subject.step([row]) for row in range(ROWS)]
-    companies = [list(range(16)), [15, 0, 7], list(range(1, 16, 2))]
-    for rows in companies:
+    alone = {row: subject.step([row]) for row in (range(ROWS) if dtype == "f32" else (0, 3, 7, 13, 15))}
+    for rows in (list(range(16)), [15, 0, 7], list(range(1, 16, 2))):
         together = subject.step(rows)
         for at, row in enumerate(rows):
-            assert together.row(at).same_bits(alone[row]), f"row {row} among {rows}"
+            assert row not in alone or together.row(at).same_bits(alone[row]), f"row {row} among {rows}"
 
 
 def test_rows_share_experts_and_have_none_in_common(bench):
@@ -36,8 +35,11 @@ def test_rows_share_experts_and_have_none_in_common(bench):
     subject: Bench = bench("glm-5.2-tiny", "f32")
     subject.step()
     stages: LayerStages = subject.standard.layers[-1]
-    words = subject.mega.region("router_scores", torch.int32).view(2, ROWS, -1, 2)
-    experts, _ = stages.route(words[1, ..., 0].contiguous().view(torch.float32))
+    raw = subject.mega.region("router_scores", torch.int32).view(2, ROWS, -1, 2)[1, ..., 0].contiguous()
+    parts = raw.view(torch.float32).unflatten(1, (-1, subject.config.n_routed_experts + 1)).sum(1)
+    products, squares = parts.split([subject.config.n_routed_experts, 1], dim=1)
+    rms = (squares / subject.config.hidden_size + subject.config.rms_norm_eps).rsqrt()
+    experts, _ = stages.route((products * rms).sigmoid())
     shared = [len({*mine} & {*theirs}) for at, mine in enumerate(experts.tolist()) for theirs in experts.tolist()[:at]]
     assert min(shared) == 0
     assert max(shared) >= 2
