@@ -21,11 +21,13 @@
 
 enum class Stored { THROUGH, PLAIN };
 
+constexpr int ERROR_WORDS = 8;  // of a block: claimed, rank, stage, task, its tag, wanted, seen
+
 SHARED(u32, waves_ok, 2 * WAVES);
 
 struct Step {
   const u32 rows, rank, poll_limit;
-  u32* const error;  // [8] claimed, rank, block, stage, task, expected, seen
+  u32* const error;  // [1 + blocks][ERROR_WORDS]; the first word: somebody gave up
   u32 base = 0, stage = 0, task = 0, tag = 0;
   u32 turn = 0;  // of waves_ok
   Timeline timeline;
@@ -52,19 +54,22 @@ struct Step {
   // One more poll? False when this wait, or another one anywhere, was given up: then the block leaves the kernel (all_ok), and
   // so, 64 polls later, does everybody else.
   DEVICE bool go_on(u32& polls, u32 wanted, u32 seen) {
-    if (++polls >= poll_limit) {
+    bool expired = ++polls >= poll_limit;
+    if (expired || (polls % 64 == 0 && load_device(error, ANY_EPOCH))) {
       lost_wanted = wanted, lost_seen = seen;
+      if (expired) claim(error);
       return false;
     }
-    if (polls % 64 == 0 && load_device(error, ANY_EPOCH)) return false;
     pause();
     return true;
   }
-  // At the end of the kernel, by every thread of a block that left it: the first one anywhere writes the error word.
+  // At the end of the kernel, by every thread of a block that left it: one of those that were waiting says for what. The host
+  // takes the block that is furthest behind, which is nearest to the cause.
   DEVICE void report() const {
-    if (lost_wanted == lost_seen || !claim(error)) return;
-    const u32 what[] = {rank, (u32)block_id(), stage, task, lost_wanted, lost_seen};
-    for (int i = 0; i < 6; ++i) store_device(error + 1 + i, what[i], 0u);
+    u32* mine = error + ERROR_WORDS * (1 + block_id());
+    if (lost_wanted == lost_seen || !claim(mine)) return;
+    const u32 what[] = {rank, stage, task, tag, lost_wanted, lost_seen};
+    for (int i = 0; i < 6; ++i) store_device(mine + 1 + i, what[i], 0u);
   }
 
   // One thread waits for N words, at(0) ... at(N - 1). All are asked for before the first is looked at: one round trip.

@@ -26,11 +26,11 @@ DEVICE int place_in_row(int expert, int row) {
 // The router's products come in SLICES parts of k, each with its share of the input's sum of squares: many blocks read the
 // router's weights at once, and nobody has to read the whole input.
 template <int HIDDEN> struct RouterSlices {
-  static constexpr int COUNT = HIDDEN % 512 == 0 ? 8 : 1, K = HIDDEN / COUNT, WIDTH_OUT = EXPERTS + 2;
+  static constexpr int COUNT = HIDDEN % 256 == 0 ? 8 : 1, K = HIDDEN / COUNT, WIDTH_OUT = EXPERTS + 1;
 };
 
 struct Route {
-  PairRows logits;  // [rows][slices][EXPERTS + 2]: products, then the sum of squares
+  PairRows logits;  // [rows][slices][EXPERTS + 1]: products, then the sum of squares
   int slices, hidden;
   f32 eps;
   const f32* bias;  // [EXPERTS]
@@ -64,7 +64,7 @@ struct Route {
     auto expert_of = [](int i) { return i * WIDTH + lane_id() < EXPERTS ? i * WIDTH + lane_id() : EXPERTS - 1; };
     for (int slice = 0; slice < slices; ++slice) {
       Pair got[MINE + 1];
-      auto at = [&](int i) { return logits.at(row, slice * (EXPERTS + 2) + (i < MINE ? expert_of(i) : EXPERTS)); };
+      auto at = [&](int i) { return logits.at(row, slice * (EXPERTS + 1) + (i < MINE ? expert_of(i) : EXPERTS)); };
       UNROLL for (int i = 0; i <= MINE; ++i) got[i] = load_pair(at(i), logits.tag);
       UNROLL for (int i = 0; i <= MINE; ++i) {
         if ((i32)(got[i].tag - logits.tag) < 0) ok = ok && s.wait_flag(at(i), logits.tag, got[i]);

@@ -73,14 +73,14 @@ struct DecodeArgs {
   f32* partial_stat;      // [ROWS][SPLITS][HEADS][2] maximum and sum, as partial_out
   Pair* latent_out;       // [2][ROWS][HEADS][KV_LORA]
   Pair* attention_out;    // [2][ROWS][HEADS][V_DIM]
-  Pair* router_scores;    // [2][ROWS][slices][E + 2] products, then the slice's sum of squares
+  Pair* router_scores;    // [2][ROWS][slices][E + 1] products, then the slice's sum of squares
   Pair* middle;           // [2][ROWS][MIDDLE] activations between gate/up and down
   Pair* best;             // [n_blocks][ROWS][2] each block's best logit: value, token
   Pair* cache_flags;      // [ROWS] flag: this step's cache entry of the layer is written
   Pair* score_flags;      // [ROWS][max_pages] flag: the scores of this page are written
   Pair* selection_flags;  // [ROWS] flag
   Pair* partial_flags;    // [ROWS][SPLITS] flag
-  u32* error;             // [8] claimed, rank, block, stage, task, expected, seen, 0
+  u32* error;             // [1 + n_blocks][8], see hip/handoff/step.h
   f32* logits;            // [ROWS][VOCAB], written if not null
   u32* tokens_out;        // [ROWS]
   Vec4* timeline;         // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null

@@ -43,7 +43,7 @@ _FORMATS = {
 
 def router_slices(hidden: int) -> int:
     """In how many parts of k the router's products come, as in hip/stages/route.h."""
-    return 8 if hidden % 512 == 0 else 1
+    return 8 if hidden % 256 == 0 else 1
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 POLL_LIMIT = 20_000_000  # polls before a wait gives up: some 10 s of a poll each half microsecond
 LAST_EPOCH = 1 << 31  # flags are compared as signed differences; regions begin anew before tags get that large
-ERROR_WORDS = ("claimed", "rank", "block", "stage", "task", "expected", "seen", "unused")
+ERROR_WORDS = 8  # of each block, after those of the launch: claimed, rank, stage, task, its tag, wanted, seen
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dic
         "latent_query": shape.heads * config.kv_lora_rank,
         "latent_out": shape.heads * config.kv_lora_rank,
         "attention_out": shape.heads * config.v_head_dim,
-        "router_scores": kernel.router_slices(config.hidden_size) * (config.n_routed_experts + 2),
+        "router_scores": kernel.router_slices(config.hidden_size) * (config.n_routed_experts + 1),
         "middle": middle,
     }
     return {
@@ -76,7 +76,7 @@ def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dic
         "score_flags": rows * max_pages * pair,
         "selection_flags": rows * pair,
         "partial_flags": rows * splits * pair,
-        "error": len(ERROR_WORDS) * word,
+        "error": (1 + blocks) * ERROR_WORDS * word,
         "logits": rows * shape.vocab * word,
         "tokens_out": rows * word,
     }
@@ -183,19 +183,20 @@ class MegaPath:
         self._raise_if_given_up()
 
     def _raise_if_given_up(self) -> None:
-        words = self._view("error", torch.int32).tolist()
-        if not words[0]:
+        launch, *blocks = self._view("error", torch.int32).view(-1, ERROR_WORDS).tolist()
+        if not launch[0]:
             return
-        seen = dict(zip(ERROR_WORDS, (word & 0xFFFFFFFF for word in words), strict=True))
         self._open_regions()  # whatever is half done in them must not be met by a later step
-        raise StepError(
-            seen["rank"],
-            seen["block"],
-            self._function.stage(seen["stage"]),
-            seen["task"],
-            seen["expected"],
-            seen["seen"],
-        )
+        stuck = [
+            (tag, stage, block, words)
+            for block, words in enumerate(blocks)
+            if words[0]
+            for stage, tag in [words[2:5:2]]
+        ]
+        _, stage, block, (_, rank, _, task, _, wanted, seen, _) = min(
+            stuck
+        )  # the furthest behind: nearest to the cause
+        raise StepError(rank, block, self._function.stage(stage), task, wanted, seen)
 
     def _next_epoch(self) -> int:
         """Tags of a step are epoch + 1 ... epoch + 2 * layers + 1, and grow."""

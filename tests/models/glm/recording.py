@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from rocmega.models.glm.formulas import rope_angles
-from rocmega.models.glm.kernel import ROWS
+from rocmega.models.glm.kernel import ROWS, router_slices
 from rocmega.models.glm.products import Products
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import Formats
@@ -146,7 +146,11 @@ class LayerView:
 
     @cached_property
     def router_logits(self) -> torch.Tensor:
-        return self._mlp("router_scores", self.config.n_routed_experts)
+        """The kernel keeps products and sums of squares, both in slices of k."""
+        experts, slices = self.config.n_routed_experts, router_slices(self.config.hidden_size)
+        parts = self._mlp("router_scores", slices * (experts + 1)).unflatten(1, (slices, experts + 1)).sum(1)
+        products, squares = parts.split([experts, 1], dim=1)
+        return products * (squares / self.config.hidden_size + self.config.rms_norm_eps).rsqrt()
 
     def middle(self, places: int, width: int) -> torch.Tensor:
         """[rows, places, width]: a place is a routed expert of the row's, best first, then the shared one."""
