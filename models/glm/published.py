@@ -203,7 +203,7 @@ def _check_quantization(checkpoint: Checkpoint, config: GlmConfig, info: MatrixI
             )
         if info.layout == "mxfp4":
             raise CheckpointError(f"tensor {info.name} in {at} is MXFP4, though config.json says that weights are FP8")
-    if info.layout == "fp8_32" and info.scale is not None:
+    if info.layout in ("fp8_32", "mxfp8") and info.scale is not None:
         grid = list(scale_grid(info.n, info.k))
         raise CheckpointError(
             f"tensor {info.scale} in {checkpoint.file(info.scale).name} is {list(checkpoint.shape(info.scale))}, not "

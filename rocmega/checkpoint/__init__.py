@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Checkpoint:
         self._headers: dict[Path, dict[str, TensorInfo]] = {}
         self._open: dict[Path, Any] = {}
         self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -113,8 +115,9 @@ class Checkpoint:
         view = buffer.numpy().data.cast("B") if buffer.numel() else memoryview(b"")
         done = 0
         try:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            with self._lock:
+                if path not in self._descriptors:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY)
             while done < len(view):
                 got = os.preadv(self._descriptors[path], [view[done : done + _READ]], offset + done)
                 if not got:

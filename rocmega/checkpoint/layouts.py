@@ -5,12 +5,13 @@
     F8_E4M3 [N, K]  `X.weight_scale_inv` F32, 128x128       fp8      GLM, DeepSeek V3
                     `X.scale` F8_E8M0, 128x128              fp8      DeepSeek V4
                     `X.scale` F8_E8M0, 32x32                fp8_32   DeepSeek V4.1
+                    `X.scale` F8_E8M0 [N, K/32]             mxfp8    DeepSeek V4.1, Engram tables
     I8 [N, K/2]     `X.scale` F8_E8M0 [N, K/32]             mxfp4    DeepSeek V4 and V4.1, experts
     U8 [N, K/2]     `X.weight_scale` U8 [N, K/32]           mxfp4    AMD Quark, GLM's experts
 
 X.weight is the values' name. The last block of scales may be partial. E8M0 block scales become float32, which is exact;
 the bytes of weights and of MX scales stay as they are. MXFP4 has the even k in the low nibble. A layout's name is also
-that of the packed format (`tiles`) with the same content.
+that of the packed format (`tiles`) with the same content, but for mxfp8: its rows are looked up, not multiplied.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _PLAIN = {"F32": "f32", "BF16": "bf16"}
 _NIBBLES = ("I8", "U8")  # two E2M1 numbers a byte
 _E8M0 = ("F8_E8M0", "U8")
 _BLOCKS = {128: "fp8", 32: "fp8_32"}
+_MX = ("mxfp4", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class MatrixInfo:
 
     Fields:
         name: of the values' tensor.
-        layout: "f32", "bf16", "fp8", "fp8_32" or "mxfp4".
+        layout: "f32", "bf16", "fp8", "fp8_32", "mxfp4" or "mxfp8".
         n, k: of the matrix, whatever its storage.
         scale: name of the scales' tensor, if there is one.
     """
@@ -58,7 +60,7 @@ class StoredMatrix:
     Fields:
         layout: see above; after `to`, any packed format.
         values: [n, k] in the layout's dtype; for mxfp4 uint8 [n, k / 2].
-        scales: float32 [ceil(n / block), ceil(k / block)]; for mxfp4 uint8 [n, k / 32]; else None.
+        scales: float32 [ceil(n / block), ceil(k / block)]; for mxfp4 and mxfp8 uint8 [n, k / 32]; else None.
     """
 
     layout: str
@@ -71,7 +73,7 @@ class StoredMatrix:
 
     @property
     def k(self) -> int:
-        return self.values.shape[1] * FORMATS[self.layout].numbers
+        return self.values.shape[1] * self._numbers
 
     def rows(self, start: int, stop: int) -> StoredMatrix:
         """Rows [start, stop). Raises ValueError if no grid of scale blocks fits them (`divides`)."""
@@ -81,8 +83,8 @@ class StoredMatrix:
     def columns(self, start: int, stop: int) -> StoredMatrix:
         """Columns [start, stop), copied. Raises ValueError as `rows` does."""
         scales = None if self.scales is None else self.scales[:, _blocks(self._block(1), start, stop)]
-        numbers = FORMATS[self.layout].numbers
-        return replace(self, values=self.values[:, start // numbers : stop // numbers].contiguous(), scales=scales)
+        values = self.values[:, start // self._numbers : stop // self._numbers].contiguous()
+        return replace(self, values=values, scales=scales)
 
     def to(self, format: str) -> StoredMatrix:
         """The same values in another format: FP8 with finer blocks, FP8 as gfx942 has it, or float32 and bf16.
@@ -93,7 +95,12 @@ class StoredMatrix:
             return self
         if format in ("f32", "bf16"):
             return StoredMatrix(format, self.dequantize().to(FORMATS[format].dtype))
-        if self.scales is None or not format.startswith("fp8") or not self.layout.startswith("fp8"):
+        if (
+            self.scales is None
+            or self.layout in _MX
+            or not format.startswith("fp8")
+            or not self.layout.startswith("fp8")
+        ):
             raise ValueError(f"a matrix stored as {self.layout} cannot become {format}")
         values, scales = self.values, self.scales
         block, wanted = FORMATS[self.layout].block, FORMATS[format].block
@@ -113,10 +120,17 @@ class StoredMatrix:
             return self.values.to(torch.float32)
         if self.layout == "mxfp4":
             return tiles.dequantize_mxfp4(self.values, self.scales)
+        if self.layout == "mxfp8":
+            groups = self.values.to(torch.float32).unflatten(-1, (-1, MX_GROUP))
+            return groups.mul_(tiles.e8m0_values(self.scales)[..., None]).flatten(-2)
         return tiles.dequantize_fp8(self.values, self.scales, FORMATS[self.layout].block)
 
+    @property
+    def _numbers(self) -> int:
+        return 2 if self.layout == "mxfp4" else 1
+
     def _block(self, axis: int) -> int:
-        if self.layout == "mxfp4":
+        if self.layout in _MX:
             return (1, MX_GROUP)[axis]
         return FORMATS[self.layout].block
 
@@ -177,6 +191,8 @@ def _with_scales(checkpoint: Checkpoint, name: str, scale: str, packed: bool) ->
     for block, layout in _BLOCKS.items():
         if info.shape == scale_grid(n, width, block) and info.dtype in ("F32", "F8_E8M0"):
             return MatrixInfo(name, layout, n, width, scale)
+    if width % MX_GROUP == 0 and info.shape == (n, width // MX_GROUP) and info.dtype == "F8_E8M0":
+        return MatrixInfo(name, "mxfp8", n, width, scale)
     grids = " or ".join(f"{list(scale_grid(n, width, block))} (one per {block}x{block})" for block in _BLOCKS)
     raise CheckpointError(f"{wrong} torch.float32 {grids}")
 
@@ -191,13 +207,14 @@ def read_matrix(
     """
     info = examine(checkpoint, name)
     layout, values, scales = info.layout, checkpoint.read(name, rows), None
-    if layout == "mxfp4" and info.scale is not None:
-        values, scales = values.view(torch.uint8), checkpoint.read(info.scale, rows).view(torch.uint8)
+    if values.dtype == torch.float8_e4m3fn and has_fp8_nan(values):
+        raise _damaged(checkpoint, name, "a NaN, FP8 byte 0x7f or 0xff,")
+    if layout in _MX and info.scale is not None:
+        values = values.view(torch.uint8) if layout == "mxfp4" else values
+        scales = checkpoint.read(info.scale, rows).view(torch.uint8)
         if bool((scales == 255).any()):
             raise _damaged(checkpoint, info.scale, "a NaN, E8M0 byte 255,")
     elif info.scale is not None:
-        if has_fp8_nan(values):
-            raise _damaged(checkpoint, name, "a NaN, FP8 byte 0x7f or 0xff,")
         scales = _block_scales(checkpoint, info.scale)
         if format is not None and 0 < FORMATS[format].block < FORMATS[layout].block:  # rows may need finer blocks
             scales = _refined(scales, info.n, info.k, FORMATS[layout].block, FORMATS[format].block)

@@ -85,7 +85,8 @@ class _Run:
         self, checkpoint: Checkpoint, plan: Plan, packs: list[RankPack], threads: int | None, progress: Progress
     ):
         self.checkpoint, self.plan, self.packs, self.progress = checkpoint, plan, packs, progress
-        self.threads = threads or len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.threads = threads or cores
         self.total = sum(pack.size for pack in packs)
         self.written = sum(pack.written for pack in packs)
         self.label = "packing" if len(packs) < 2 else f"packing {len(packs)} ranks"
