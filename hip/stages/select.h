@@ -70,14 +70,14 @@ template <int K> struct Select {
     for (int bin = thread_id(); bin < BINS; bin += THREADS) lds[bin] = 0u;
     block_barrier();
     for (u32 j = thread_id(); j < n; j += THREADS)
-      if (u32 k = key(j); (k & known) == threshold) lds_add(lds, k >> shift & 255, 1u);
+      if (u32 k = key(j); (k & known) == threshold) lds_add(lds, 255 - (k >> shift & 255), 1u);
     block_barrier();
   }
   // The digit of the take-th largest; `take` becomes its place among those with that digit. Every wave computes it.
   DEVICE u32 digit(u32& take) const {
     u32 mine = 0, sum;
-    int top = BINS - 1 - lane_id() * PER_LANE;  // lane 0 has the largest digits
-    UNROLL for (int i = 0; i < PER_LANE; ++i) mine += lds[top - i];
+    int first = lane_id() * PER_LANE;
+    UNROLL for (int i = 0; i < PER_LANE; ++i) mine += lds[first + i];
     sum = mine;
     for (int o = 1; o < WIDTH; o *= 2) {
       u32 before = wave_read(sum, lane_id() >= o ? lane_id() - o : lane_id());
@@ -87,9 +87,9 @@ template <int K> struct Select {
     bool here = above < take && take <= sum;
     if (here)
       for (int i = 0; i < PER_LANE; ++i) {
-        u32 c = lds[top - i];
+        u32 c = lds[first + i];
         if (take - above <= c) {
-          found = top - i, rest = take - above;
+          found = BINS - 1 - (first + i), rest = take - above;
           break;
         }
         above += c;

@@ -101,6 +101,11 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
 def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
     shape = Shape.of(config, tp)
+    if formats.dense != formats.linear:
+        raise ConfigError(
+            f"The mega-task wants the dense layers' matrices in the format of attention's, and here they are "
+            f"{formats.dense} and {formats.linear}. Use the standard path."
+        )
     sizes = {
         "ROWS": ROWS,
         "PAGE": PAGE,
@@ -132,7 +137,7 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     }
     types = {
         "Linear": _FORMATS[formats.linear][activations],
-        "Expert": _FORMATS[getattr(formats, "expert", formats.linear)][activations],
+        "Expert": _FORMATS[formats.expert][activations],
         "Island": _FORMATS[formats.island]["bf16"],
         "Absorbed": _FORMATS[formats.absorbed]["bf16"],
     }
@@ -150,6 +155,6 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
 
 def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> Unit:
     """What the toolchain compiles for one target. activations: one of ACTIVATIONS."""
-    name = f"glm-{formats.linear}-{formats.island}-a{activations}-tp{tp}"
+    name = f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}".replace("+", "-")
     header = model_header(config, formats, target, tp, activations)
     return Unit(name, FOLDER / "decode.hip", {"model_config.h": header})

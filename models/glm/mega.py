@@ -147,7 +147,7 @@ class MegaPath:
             args.layer_begin, args.layer_end = begin, end
             self._launch()
         return StepResult(
-            tokens=self._view("tokens_out", torch.int32)[:rows].cpu(),
+            tokens=self._view("tokens_out", torch.int32)[:rows].cpu().clone(),  # on the CPU, .cpu() is no copy
             logits=self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows] if logits else None,
         )
 
