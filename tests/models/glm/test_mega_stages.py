@@ -40,6 +40,13 @@ def stage(check: Check) -> Check:
 
 
 @stage
+def embed(view, layer):
+    """By what is left of it when the first launch ends: it has attention's output added."""
+    if view.number == 0:
+        yield view.x_mid - layer.output_projection(view.attention_out), view.x_in
+
+
+@stage
 def down(view, layer):
     q_a, kv_a, index_k, index_weights = layer.down_projections(layer.attention_norm(view.x_in))
     yield view.q_a, q_a
