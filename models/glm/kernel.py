@@ -1,4 +1,4 @@
-"""The mega-task as a unit to compile: one binary per model configuration, weight formats, tensor-parallel size and target."""
+"""The mega-task as a unit to compile: one binary per model, weight formats, tensor-parallel size and target."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: GlmConfig, tp: int = 1) -> Shape:
-        """Raises ConfigError, with every reason, if the model cannot be divided into `tp` ranks or its tiles do not fit."""
+        """Raises ConfigError with every reason: ranks that do not divide the model, dimensions that no tile fits."""
         divided = {
             "num_attention_heads": config.num_attention_heads,
             "intermediate_size": config.intermediate_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -262,4 +263,4 @@ def _split_layers(layers: int, parts: int) -> list[tuple[int, int]]:
             f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks."
         )
     borders = [layers * part // parts for part in range(parts + 1)]
-    return list(zip(borders[:-1], borders[1:], strict=True))
+    return list(itertools.pairwise(borders))

@@ -12,8 +12,8 @@ from rocmega.models.glm.weights import Formats
 
 LDS_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 BF16 = {"gfx942": "v_mfma_f32_16x16x16_bf16", "gfx950": "v_mfma_f32_16x16x32_bf16"}
-# Scalar registers that are parked in lanes of vector registers, one instruction to put and one to fetch. No more than eight
-# vector registers' worth: they are some of what a stage finds when it begins, not of what its loops turn on.
+# Scalar registers that are parked in lanes of vector registers, one instruction to put and one to fetch. No more than
+# eight vector registers' worth: some of what a stage finds when it begins, not of what its loops turn on.
 PARKED = 8 * 64
 
 CASES = [

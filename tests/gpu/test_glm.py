@@ -21,8 +21,8 @@ from rocmega.step import StepBatch
 pytestmark = pytest.mark.skipif(kind_for() == "host", reason="needs a GPU")
 
 CONTEXT, PROMPT = 512, 75
-# The matrix units round sums in their own way, so a GPU's bits are not the CPU target's. f32 runs as three TF32 products
-# on NVIDIA, about 1e-6 a product; the bound leaves room for eight layers of them.
+# The matrix units round sums in their own way, so a GPU's bits are not the CPU target's. f32 runs as three TF32
+# products on NVIDIA, about 1e-6 a product; the bound leaves room for eight layers of them.
 F32_BOUND = 1e-3
 
 
