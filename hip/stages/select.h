@@ -16,13 +16,14 @@ DEVICE u32 order_key(f32 v) {
 // Exclusive sum over the block's threads. Begins with a barrier and has another.
 SHARED(u32, prefix_of_wave, WAVES);
 DEVICE u32 block_prefix(u32 mine) {
+  int lane = thread_id() % WIDTH;
   u32 sum = mine;
   for (int o = 1; o < WIDTH; o *= 2) {
-    u32 below = wave_read(sum, lane_id() >= o ? lane_id() - o : lane_id());
-    if (lane_id() >= o) sum += below;
+    u32 below = wave_read(sum, lane >= o ? lane - o : lane);
+    if (lane >= o) sum += below;
   }
   block_barrier();
-  if (lane_id() == WIDTH - 1) prefix_of_wave[wave_id()] = sum;
+  if (lane == WIDTH - 1) prefix_of_wave[wave_id()] = sum;
   block_barrier();
   u32 before = sum - mine;
   for (int w = 0; w < wave_id(); ++w) before += prefix_of_wave[w];
@@ -76,12 +77,13 @@ template <int K> struct Select {
   // The digit of the take-th largest; `take` becomes its place among those with that digit. Every wave computes it.
   DEVICE u32 digit(u32& take) const {
     u32 mine = 0, sum;
-    int first = lane_id() * PER_LANE;
+    int lane = thread_id() % WIDTH;
+    int first = lane * PER_LANE;
     UNROLL for (int i = 0; i < PER_LANE; ++i) mine += lds[first + i];
     sum = mine;
     for (int o = 1; o < WIDTH; o *= 2) {
-      u32 before = wave_read(sum, lane_id() >= o ? lane_id() - o : lane_id());
-      if (lane_id() >= o) sum += before;
+      u32 before = wave_read(sum, lane >= o ? lane - o : lane);
+      if (lane >= o) sum += before;
     }
     u32 above = sum - mine, found = 0, rest = 0;
     bool here = above < take && take <= sum;
@@ -94,9 +96,9 @@ template <int K> struct Select {
         }
         above += c;
       }
-    int lane = lowest_bit(wave_ballot(here));
-    take = wave_read(rest, lane);
-    return wave_read(found, lane);
+    int holder = lowest_bit(wave_ballot(here));
+    take = wave_read(rest, holder);
+    return wave_read(found, holder);
   }
   // Each thread has a contiguous stretch of positions, so that places come from two prefix sums.
   template <class Key> DEVICE void write(u32 n, Key key, u32 threshold, u32 take, u32* out, u32 tag) const {

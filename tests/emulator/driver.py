@@ -61,14 +61,6 @@ def _code_object(path: Path) -> Any:
     return emulator().CodeObject(path)
 
 
-def _hint(text: str) -> str:
-    """What a fault of LDS past 4 GB means: compilers subtract from the base and leave the rest to the offset."""
-    at = re.search(r"at (0x[0-9a-f]+), outside LDS", text)
-    if at is None or int(at[1], 16) < 1 << 32:
-        return ""
-    return " This emulator does not add LDS base and offset modulo 2^32, as the hardware does: docs/amd.md."
-
-
 class EmulatorModule:
     """A loaded artifact."""
 
@@ -152,9 +144,7 @@ class EmulatorDriver:
                 allowed=[*self._shared.items(), *self._constants.keys()],
             )  # fmt: skip
         except ce.EmulationError as error:
-            raise DriverError(
-                f"Kernel {name} in the emulator, seed {self.seed}: {error}.{_hint(str(error))}"
-            ) from error
+            raise DriverError(f"Kernel {name} in the emulator, seed {self.seed}: {error}.") from error
         self.executions.append(Execution(count, time.perf_counter() - start))
 
     def synchronize(self) -> None:
