@@ -8,7 +8,6 @@ the right thing, not that a fence or a cache bit is where it must be.
 from __future__ import annotations
 
 import os
-import re
 import struct
 import time
 import weakref
