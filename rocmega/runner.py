@@ -280,7 +280,12 @@ class Runner:
             positions=torch.tensor([sequence.length for sequence, _ in rows], dtype=torch.int32),
             block_table=self._block_table([sequence for sequence, _ in rows]),
         )
-        batch.check(vocab=self.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        batch.check(
+            vocab=self.vocab_size,
+            cache_pages=self.cache.pages,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+        )
         return batch
 
     def _block_table(self, sequences: Sequence[CachedSequence]) -> torch.Tensor:

@@ -30,8 +30,10 @@ class StepBatch:
         """How many rows the step has."""
         return self.tokens.shape[0]
 
-    def check(self, *, vocab: int, max_rows: int | None = None, max_model_len: int | None = None) -> None:
-        """Raises RequestError if a row cannot be run: before any kernel sees it."""
+    def check(
+        self, *, vocab: int, cache_pages: int, max_rows: int | None = None, max_model_len: int | None = None
+    ) -> None:
+        """Raises RequestError if a row cannot be run: before any kernel sees it. cache_pages: pages of the cache."""
         rows = self.rows
         if (
             rows == 0
@@ -62,11 +64,12 @@ class StepBatch:
             raise RequestError(
                 f"position {last} needs {int(pages.max())} pages and the block table has {self.block_table.shape[1]}."
             )
-        written = (self.block_table >= 0).long().cumprod(dim=1).sum(dim=1)
+        usable = (self.block_table >= 0) & (self.block_table < cache_pages)
+        written = usable.long().cumprod(dim=1).sum(dim=1)
         if bool((written < pages.to(written.device)).any()):
             row = int((written < pages.to(written.device)).nonzero()[0])
             raise RequestError(
-                f"row {row} is at position {int(self.positions[row])} but has no page for it: grow it first."
+                f"row {row} is at position {int(self.positions[row])} but has no page of the cache for it: grow it first."
             )
 
 

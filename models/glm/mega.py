@@ -135,7 +135,12 @@ class MegaPath:
 
         Raises RequestError if the batch does not fit, StepError if the kernel gave up waiting.
         """
-        batch.check(vocab=self.config.vocab_size, max_rows=self.max_rows, max_model_len=self.max_model_len)
+        batch.check(
+            vocab=self.config.vocab_size,
+            cache_pages=self.cache.pages,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+        )
         rows, args = batch.rows, self._args
         self._tokens[:rows] = batch.tokens
         self._positions[:rows] = batch.positions

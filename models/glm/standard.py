@@ -123,7 +123,8 @@ class StandardPath:
 
         Raises RequestError as `StepBatch.check` does.
         """
-        batch.check(vocab=self.config.vocab_size, max_model_len=self.config.max_position_embeddings)
+        limit = self.config.max_position_embeddings
+        batch.check(vocab=self.config.vocab_size, cache_pages=self.cache.pages, max_model_len=limit)
         hidden = self.forward(batch.tokens[:, None], self._span(batch.positions[:, None], batch.block_table))
         return self.head(hidden[:, 0])
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rocmega import descriptor
-from rocmega.errors import DriverError, StepError
+from rocmega.errors import DriverError, RequestError, StepError
 from rocmega.models.glm import kernel, mega
 from rocmega.step import StepBatch
 from tests.models.glm.kit import POSITIONS, Bench, Outcome
@@ -208,10 +208,20 @@ def test_a_region_that_is_too_short_is_reported(check, bench, monkeypatch):
             subject.step()
 
 
+def test_a_page_that_the_cache_does_not_have_is_refused(bench):
+    subject: Bench = bench("glm-5.2-tiny", "bf16", POSITIONS[:3])
+    batch = subject.batch()
+    table = torch.where(batch.block_table == subject.table[0, 2], subject.cache.pages, batch.block_table)
+    with pytest.raises(RequestError, match=r"row 0 is at position \d+ but has no page"):
+        subject.mega.decode(StepBatch(batch.tokens, batch.positions, table))
+
+
 @pytest.mark.parametrize("check", [False, True])
-def test_a_page_that_the_cache_does_not_have_is_reported(check, bench):
+def test_a_cache_that_is_too_short_is_reported(check, bench, monkeypatch):
+    """Had nobody compared the page with the cache."""
     subject: Bench = bench("glm-5.2-tiny", "bf16", POSITIONS[:3])
     subject.driver.check = check
+    monkeypatch.setattr(StepBatch, "check", lambda *_, **__: None)
     batch = subject.batch()
     table = torch.where(batch.block_table == subject.table[0, 2], subject.cache.pages, batch.block_table)
     with pytest.raises(DriverError, match=r"stage cache_entry task 0 .* past the end of latent_cache\[0\]"):
