@@ -69,7 +69,7 @@ class StepBatch:
         if bool((written < pages.to(written.device)).any()):
             row = int((written < pages.to(written.device)).nonzero()[0])
             raise RequestError(
-                f"row {row} is at position {int(self.positions[row])} but has no page of the cache for it: grow it first."
+                f"row {row} is at position {int(self.positions[row])} but has no page in the cache: grow it first."
             )
 
 
