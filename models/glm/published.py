@@ -156,7 +156,8 @@ def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
     if config.quantized and not any(FORMATS[layout].block or layout == "mxfp4" for layout in _all(layouts)):
         faults.append("no tensor is quantized, though config.json says so")
     if faults:
-        shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+        faults = list(dict.fromkeys(faults))  # a damaged file is met once per tensor
+        shown = "; ".join(fault.rstrip(".") for fault in faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise CheckpointError(
             f"{checkpoint.directory} does not hold the model of its config.json: {shown}. Fetch the checkpoint again, "
             "or use the config.json that belongs to it."

@@ -236,8 +236,9 @@ def test_one_float32_island_widens_all(altered):
 def test_truncated_shard(tiny_copy):
     shard = sorted(tiny_copy.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=rf"{shard.name} is truncated: tensor .* Fetch it again"):
+    with pytest.raises(CheckpointError, match=rf"{shard.name} is truncated: tensor .* Fetch it again") as failed:
         pack(Checkpoint(tiny_copy), from_dir(tiny_copy))
+    assert str(failed.value).count("truncated") == 1, "one damaged file is one fault"
 
 
 def test_index_of_another_model(tiny_copy):
