@@ -157,7 +157,8 @@ def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
         faults.append("no tensor is quantized, though config.json says so")
     if faults:
         faults = list(dict.fromkeys(faults))  # a damaged file is met once per tensor
-        shown = "; ".join(fault.rstrip(".") for fault in faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+        shown = "; ".join(fault.rstrip(".") for fault in faults[:8])
+        shown += f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
         raise CheckpointError(
             f"{checkpoint.directory} does not hold the model of its config.json: {shown}. Fetch the checkpoint again, "
             "or use the config.json that belongs to it."
