@@ -258,7 +258,9 @@ DEVICE void fnuz_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
   UNROLL for (int i = 0; i < 8; ++i) {
     auto two = i % 2 ? __builtin_amdgcn_cvt_pk_f32_fp8(from[i / 2], true)
                      : __builtin_amdgcn_cvt_pk_f32_fp8(from[i / 2], false);
-    to[i] = __builtin_amdgcn_perm(__builtin_bit_cast(u32, two[1]), __builtin_bit_cast(u32, two[0]), 0x07060302);
+    float low = two[0],
+          high = two[1];  // a bit cast of a vector's element casts its first, whichever was meant (clang 22)
+    to[i] = __builtin_amdgcn_perm(__builtin_bit_cast(u32, high), __builtin_bit_cast(u32, low), 0x07060302);
   }
 }
 #endif

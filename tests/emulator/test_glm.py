@@ -21,7 +21,9 @@ from tests.emulator.driver import ARCHS, emulator
 emulator()
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("arch", ARCHS)]
-FORMATS = ("f32", "bf16", "fp8", "fp8-a8")  # of the weights; a8: that meet activations in FP8
+# Of the weights; a8: that meet activations in FP8; mxfp4: of the experts.
+FORMATS = ("f32", "bf16", "fp8", "fp8-a8", "mxfp4")
+PACKED_FOR_TARGET = ("fp8-a8", "mxfp4")  # gfx942: with FP8 as FNUZ, as `rocmega pack` does
 SEEDS = (None, 1, 2)
 
 
@@ -38,26 +40,25 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str, str], tuple[GlmConfig, GlmWeights]]:
+def model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str, str, str], tuple[GlmConfig, GlmWeights]]:
     @cache
-    def load(name: str, dtype: str) -> tuple[GlmConfig, GlmWeights]:
+    def load(name: str, dtype: str, arch: str) -> tuple[GlmConfig, GlmWeights]:
         directory = tiny_checkpoint(name, dtype)
         config = from_dir(directory)
-        return config, pack(Checkpoint(directory), config)
+        return config, pack(Checkpoint(directory), config, arch=arch)
 
     return load
 
 
 @pytest.fixture
-def compared(model: Callable[[str, str], tuple[GlmConfig, GlmWeights]]) -> Iterator[Make]:
+def compared(model: Callable[[str, str, str], tuple[GlmConfig, GlmWeights]]) -> Iterator[Make]:
     made: list[Comparison] = []
 
     def make(arch: str, dtype: str, rows: int, blocks: int, **options: Any) -> Comparison:
+        packed_for = arch if dtype in PACKED_FOR_TARGET else "host"
         dtype, _, narrow = dtype.partition("-")
         options["activations"] = "fp8" if narrow else "bf16"
-        if narrow and arch == "gfx942":
-            pytest.skip("FP8 activations on gfx942 need weights that are packed as FNUZ, which `pack` does not do")
-        config, weights = model(options.pop("name", "glm-5.2-tiny"), dtype)
+        config, weights = model(options.pop("name", "glm-5.2-tiny"), dtype, packed_for)
         lengths = options.pop("lengths", LENGTHS[rows])
         made.append(Comparison(config, weights, arch, blocks, lengths, **options))
         return made[-1]

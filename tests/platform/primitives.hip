@@ -147,7 +147,7 @@ KERNEL void decode_all(const Args* args) {
   }
 }
 
-// out: fp8_to_bf16 of the n * 16 bytes of a
+// out: fp8_to_bf16 of the n * 16 bytes of a;  out2: fnuz_to_bf16 of them
 KERNEL void widen(const Args* args) {
   Const<Args> p = as_const(args);
   for (u32 i = thread_id(); i < p->n; i += THREADS) {
@@ -155,6 +155,8 @@ KERNEL void widen(const Args* args) {
     u32 wide[8];
     fp8_to_bf16(v.w, wide);
     UNROLL for (int j = 0; j < 8; ++j) store_plain(p->out + 8 * i + j, wide[j], 1);
+    fnuz_to_bf16(v.w, wide);
+    UNROLL for (int j = 0; j < 8; ++j) store_plain(p->out2 + 8 * i + j, wide[j], 1);
   }
 }
 
