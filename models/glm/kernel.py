@@ -101,6 +101,12 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
 def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
     shape = Shape.of(config, tp)
+    native = {"gfx942": "fp8_fnuz", "gfx950": "fp8", "sm_90": "fp8"}.get(target, formats.linear)
+    if activations == "fp8" and formats.linear.startswith("fp8") and formats.linear != native:
+        raise ConfigError(
+            f"FP8 activations meet weights in the FP8 of {target}'s instructions, {native}, and these are "
+            f"{formats.linear}. Pack the checkpoint for {target} (rocmega pack), or use bf16 activations."
+        )
     if formats.dense != formats.linear:
         raise ConfigError(
             f"The mega-task wants the dense layers' matrices in the format of attention's, and here they are "

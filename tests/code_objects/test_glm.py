@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rocmega import inspect, toolchain
+from rocmega.errors import ConfigError
 from rocmega.models.glm import config, kernel, presets
 from rocmega.models.glm.weights import Formats
 
@@ -68,3 +69,13 @@ def test_scoped_accesses(compiled: tuple[str, set[str], Any]) -> None:
     assert scoped.get("global_load_dwordx4 nt"), "no streamed loads"
     assert report.wbl2 >= 1
     assert report.wbl2_waited == report.wbl2, report.unwaited_lines
+
+
+def test_what_cannot_be_compiled_is_refused_first() -> None:
+    glm = config.from_dict(presets.preset("glm-5.2"))
+    with pytest.raises(ConfigError, match="Pack the checkpoint for gfx942"):
+        kernel.unit(glm, Formats("fp8", "bf16"), "gfx942", activations="fp8")
+    with pytest.raises(ConfigError, match="dense layers"):
+        kernel.unit(glm, Formats("bf16", "bf16", "mxfp4", "mxfp4"), "gfx950")
+    with pytest.raises(ConfigError, match="num_attention_heads 64 is not divisible by 3 ranks"):
+        kernel.unit(glm, Formats("fp8", "bf16"), "gfx950", tp=3)
