@@ -67,6 +67,36 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * inverse_rms(x, eps) * weight
 
 
+def fp8_activations(x: torch.Tensor) -> torch.Tensor:
+    """What x [..., k] becomes as e4m3 with a float32 scale per 128, the largest magnitude / 448. Float32 [..., k]."""
+    groups, size = _groups(x, 128)
+    most = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 0, torch.full_like(most, 448.0) / most, 0.0)  # 448 / x would be 448 * (1 / x)
+    return _ungrouped(_e4m3(groups * inverse) * (most / 448.0), size)
+
+
+def mxfp8_activations(x: torch.Tensor) -> torch.Tensor:
+    """The same with a power of two per 32: the next one up from the largest magnitude / 448."""
+    groups, size = _groups(x, 32)
+    ratio = (groups.abs().amax(-1, keepdim=True) / 448.0).view(torch.int32)
+    exponent = torch.where(ratio == 0, 127, ((ratio >> 23) + ((ratio & 0x7FFFFF) != 0)).clamp_min(1))
+    scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
+    return _ungrouped(_e4m3(groups * inverse) * scale, size)
+
+
+def _groups(x: torch.Tensor, group: int) -> tuple[torch.Tensor, int]:
+    size = x.shape[-1]
+    return F.pad(x, (0, -size % group)).unflatten(-1, (-1, group)), size
+
+
+def _ungrouped(groups: torch.Tensor, size: int) -> torch.Tensor:
+    return groups.flatten(-2)[..., :size]
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).to(torch.float32)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)

@@ -5,6 +5,8 @@ matrices are rounded to bf16, so are attention's queries and the inputs of a bf1
 the index weights, whose results decide something, see float32 inputs. The scale of a `Normed` input is applied to the
 product, so that what is rounded is x * weight. Kernels round at the same places.
 
+With FP8 activations the rounded inputs of quantized matrices are quantized too, per 128 (FP8 weights) or 32 (MXFP4).
+
 A CPU does this in float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become
 bf16 there, float32 inputs are split in two bf16 halves, and attention's probabilities are rounded to bf16 too.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rocmega.models.glm.formulas import Normed, float32_matmul
+from rocmega.models.glm.formulas import Normed, float32_matmul, fp8_activations, mxfp8_activations
 from rocmega.models.glm.weights import Formats
 
 Input = torch.Tensor | Normed  # [..., k]
@@ -28,11 +30,13 @@ class Products:
         rounded_head: inputs of the head are.
         fast: bf16 matrix units are used.
         weight_dtype: what dequantized matrices are wanted in.
+        narrow: activations that meet quantized matrices are FP8.
     """
 
-    def __init__(self, formats: Formats, device: torch.device):
+    def __init__(self, formats: Formats, device: torch.device, activations: str = "bf16"):
+        self.narrow = activations == "fp8"
         self.rounded, self.rounded_head = formats.linear != "f32", formats.island == "bf16"
-        self.fast = self.rounded and device.type != "cpu"
+        self.fast = self.rounded and device.type != "cpu" and not self.narrow
         self.weight_dtype = torch.bfloat16 if self.fast else torch.float32
         self._wide_sums = self.fast and _has_wide_sums(device)
 
@@ -40,10 +44,14 @@ class Products:
         """The values that a product with a linear or absorbed matrix, or with cached keys, sees, float32."""
         return x.to(torch.bfloat16).to(torch.float32) if self.rounded else x
 
-    def linear(self, x: Input, weight: torch.Tensor) -> torch.Tensor:
-        """X [..., k] times a linear matrix [n, k]: float32 [..., n]."""
+    def linear(self, x: Input, weight: torch.Tensor, format: str = "bf16") -> torch.Tensor:
+        """X [..., k] times a linear matrix [n, k] that is stored in `format`: float32 [..., n]."""
         if isinstance(x, Normed):
-            return self.linear(x.values, weight) * x.scale
+            return self.linear(x.values, weight, format) * x.scale
+        if self.narrow and format.startswith("fp8"):
+            return F.linear(fp8_activations(self.round(x)), weight)
+        if self.narrow and format == "mxfp4":
+            return F.linear(mxfp8_activations(self.round(x)), weight)
         if self.fast:
             return self._bf16(x.flatten(0, -2).to(torch.bfloat16), weight.mT).unflatten(0, x.shape[:-1])
         return F.linear(self.round(x), weight)

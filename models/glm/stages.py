@@ -48,6 +48,12 @@ class LayerStages:
             self._kept[field, index] = values
         return values
 
+    def linear(self, x: Input, field: str, index: int | None = None) -> torch.Tensor:
+        """X [..., k] times a linear field's matrix [n, k], or its matrix `index`: float32 [..., n]."""
+        packed = self.fields[field]
+        assert isinstance(packed, PackedMatrix)
+        return self.products.linear(x, self.matrix(field, index), packed.format)
+
     def vector(self, field: str) -> torch.Tensor:
         """A norm's weight or a bias, float32."""
         values = self.fields[field]
@@ -67,11 +73,10 @@ class LayerStages:
         index_heads], none of them normalized, rotated or scaled; the last two are None in layers that share a
         selection.
         """
-        linear = self.products.linear
-        q_a, kv_a = linear(x, self.matrix("q_a")), linear(x, self.matrix("kv_a"))
+        q_a, kv_a = self.linear(x, "q_a"), self.linear(x, "kv_a")
         if not self.full_index:
             return q_a, kv_a, None, None
-        return q_a, kv_a, linear(x, self.matrix("index_k")), self.products.island(x, self.matrix("index_weights"))
+        return q_a, kv_a, self.linear(x, "index_k"), self.products.island(x, self.matrix("index_weights"))
 
     def query_norm(self, q_a: torch.Tensor) -> Normed:
         """q_a [..., q_lora] normalized: what queries and index queries are made of."""
@@ -94,14 +99,14 @@ class LayerStages:
     def queries(self, q: Input, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From normalized q [..., q_lora] to [..., heads, nope] and the rotated [..., heads, rope]."""
         c = self.config
-        by_head = self.products.linear(q, self.matrix("q_b")).unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
+        by_head = self.linear(q, "q_b").unflatten(-1, (c.num_attention_heads, c.qk_head_dim))
         nope, rope = by_head.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         return nope, rope_adjacent(rope, angles[..., None, :, :])
 
     def index_queries(self, q: Input, angles: torch.Tensor) -> torch.Tensor:
         """From normalized q [..., q_lora] to rotated [..., index_heads, index_dim]."""
         c = self.config
-        by_head = self.products.linear(q, self.matrix("index_q")).unflatten(-1, (c.index_n_heads, c.index_head_dim))
+        by_head = self.linear(q, "index_q").unflatten(-1, (c.index_n_heads, c.index_head_dim))
         return rope_leading(by_head, angles[..., None, :, :])
 
     def index_head_weights(self, index_weights: torch.Tensor) -> torch.Tensor:
@@ -122,7 +127,7 @@ class LayerStages:
 
     def output_projection(self, heads: torch.Tensor) -> torch.Tensor:
         """The heads' outputs [..., heads, v_dim] to what is added to the residual stream, [..., hidden]."""
-        return self.products.linear(heads.flatten(-2), self.matrix("o"))
+        return self.linear(heads.flatten(-2), "o")
 
     # MLP and experts.
 
@@ -136,13 +141,13 @@ class LayerStages:
 
     def expert_middle(self, y: Input, index: int = 0, weight: torch.Tensor | None = None) -> torch.Tensor:
         """silu(gate y) * up y of one expert, [..., width], times weight [..., 1]: before it is rounded for `down`."""
-        gate, up = (self.products.linear(y, self.matrix("gate_up", 2 * index + part)) for part in (0, 1))
+        gate, up = (self.linear(y, "gate_up", 2 * index + part) for part in (0, 1))
         middle = swiglu(gate, up)
         return middle if weight is None else middle * weight
 
     def expert_down(self, middle: torch.Tensor, index: int = 0) -> torch.Tensor:
         """One expert's output from its `expert_middle`, [..., hidden]."""
-        return self.products.linear(middle, self.matrix("down", None if self.dense else index))
+        return self.linear(middle, "down", None if self.dense else index)
 
     def router_logits(self, y: Input) -> torch.Tensor:
         """Router y of y [..., hidden], float32 [..., experts]."""

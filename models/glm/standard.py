@@ -70,13 +70,20 @@ class StandardPath:
     """Runs a model's prefill and decode in PyTorch.
 
     weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where
-    memory is plenty and time is not.
+    memory is plenty and time is not. activations: what quantized matrices meet, "bf16" or "fp8".
     """
 
-    def __init__(self, config: GlmConfig, weights: GlmWeights, cache: PagedCache, resident: bool | None = None):
+    def __init__(
+        self,
+        config: GlmConfig,
+        weights: GlmWeights,
+        cache: PagedCache,
+        resident: bool | None = None,
+        activations: str = "bf16",
+    ):
         self.config, self.weights, self.cache = config, weights, cache
         device = weights.device()
-        self.products = Products(weights.formats, device)
+        self.products = Products(weights.formats, device, activations)
         resident = device.type == "cpu" if resident is None else resident
         self.layers = [
             LayerStages(config, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)

@@ -57,7 +57,9 @@ class Bench:
         max_model_len: int | None = None,
         mega_tasks: int = 1,
         artifact: Artifact | None = None,
+        activations: str = "bf16",
     ) -> None:
+        self.activations = activations
         self.config, self.weights, self.positions = config, weights, list(positions)
         self.driver = HostDriver()
         counts = [position // PAGE + 1 for position in positions]
@@ -69,7 +71,7 @@ class Bench:
         self.tokens = torch.randint(0, config.vocab_size, (len(counts),), generator=random).to(torch.int32)
         self.cache = PagedCache(config.cache_spec(weights.formats.cache), len(scattered), self.driver)
         self.noise = [torch.randn(pool.shape, generator=random).to(pool.dtype) for pool in self.pools]
-        self.standard = StandardPath(config, weights, self.cache)
+        self.standard = StandardPath(config, weights, self.cache, activations=activations)
         self.max_model_len = max_model_len or max(positions) + 1
         self.mega = self._make(blocks, mega_tasks, artifact)
         self.reset()
@@ -84,6 +86,7 @@ class Bench:
             max_model_len=self.max_model_len,
             mega_tasks=mega_tasks,
             artifact=artifact,
+            activations=self.activations,
         )
 
     def remake(self, blocks: int, mega_tasks: int = 1, artifact: Artifact | None = None) -> None:

@@ -19,7 +19,7 @@ from rocmega.models.glm.stages import LayerStages
 from tests.models.glm.kit import POSITIONS, Bench
 from tests.models.glm.recording import LayerView, Recording
 
-MODELS = [("glm-5-tiny", "f32"), *(("glm-5.2-tiny", dtype) for dtype in ("f32", "bf16", "fp8")),
+MODELS = [("glm-5-tiny", "f32"), *(("glm-5.2-tiny", dtype) for dtype in ("f32", "bf16", "fp8", "mxfp4")),
           *(("odd", dtype) for dtype in ("f32", "bf16", "fp8"))]  # fmt: skip
 # Rows on both sides of index_topk: 24, and 100 in the odd model.
 ROWS_OF = {"odd": (150, 5, 98, 99, 100, 0, 63, 64, 599), "glm-5-tiny": POSITIONS[:5], "glm-5.2-tiny": POSITIONS[:9]}
