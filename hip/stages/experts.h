@@ -73,14 +73,7 @@ template <class F, int WIDTH_E> struct ExpertsDown {
         }
       }
       leave_part(acc, 0);
-      block_barrier();
-      for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
-        int row = i / 8, n = i % 8 * 2;
-        f32 v[2] = {sum_parts(0, row, n), sum_parts(0, row, n + 1)};
-        sink(task, row, n, v);
-      }
-      s.end();
-      block_barrier();
+      finish_tile<1>(s, task, [&](int, int row, int n, const f32(&v)[1][2]) { sink(task, row, n, v[0]); });
     }
     s.finish(tasks);
     return true;

@@ -10,6 +10,19 @@
 #pragma once
 #include "stages/input.h"
 
+// A task's end, after every wave has left its part: sums over the waves to the sink. Begins and ends with a barrier.
+template <int MATRICES, class Sink> DEVICE void finish_tile(Step& s, int task, Sink sink) {
+  block_barrier();
+  for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
+    int row = i / 8, n = i % 8 * 2;
+    f32 v[MATRICES][2];
+    UNROLL for (int m = 0; m < MATRICES; ++m) v[m][0] = sum_parts(m, row, n), v[m][1] = sum_parts(m, row, n + 1);
+    sink(task, row, n, v);
+  }
+  s.end();
+  block_barrier();  // before the parts, or LDS for the next input, are written again
+}
+
 template <class F, int K, int MATRICES, class In, class Exists, class RowsOf, class Aim, class Sink>
 DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exists exists, RowsOf rows_of, Aim aim,
                          Sink sink) {
@@ -23,17 +36,7 @@ DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exis
       s.begin(stage, task, tag);
       UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(task, m));
     }
-    if (before >= 0) {
-      block_barrier();
-      for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
-        int row = i / 8, n = i % 8 * 2;
-        f32 v[MATRICES][2];
-        UNROLL for (int m = 0; m < MATRICES; ++m) v[m][0] = sum_parts(m, row, n), v[m][1] = sum_parts(m, row, n + 1);
-        sink(before, row, n, v);
-      }
-      s.end();
-      block_barrier();  // before the parts, or LDS for the next input, are written again
-    }
+    if (before >= 0) finish_tile<MATRICES>(s, before, sink);
     if (!more) break;
     aim(input, task);
     Acc acc[MATRICES] = {};

@@ -47,7 +47,7 @@ struct DecodeArgs {
   u32 layer_begin,
       layer_end;           // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
   u32 layers;              // of the whole model
-  u32 epoch;               // tags of this step are epoch ... epoch + 2 * layers + 2; grows by that much each step
+  u32 epoch;               // tags of this step: epoch ... epoch + 2 * layers + 1; the next begins one later
   u32 poll_limit;          // polls before a wait gives up
   u32 max_pages;           // stride of block_table
   u32 rank;                // for error reports

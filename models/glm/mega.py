@@ -205,7 +205,7 @@ class MegaPath:
         raise StepError(rank, block, self._function.stage(stage), task, wanted, seen)
 
     def _next_epoch(self) -> int:
-        """Tags of a step are epoch + 1 ... epoch + 2 * layers + 1, and grow."""
+        """Tags of a step are epoch ... epoch + 2 * layers + 1, and grow."""
         span = 2 * self.config.num_hidden_layers + 2
         if self._epoch + 2 * span >= LAST_EPOCH:
             self._open_regions()

@@ -95,7 +95,7 @@ CAUGHT = [
     ),
     (
         Mutant("no barrier before LDS is used again", "stages/linear.h",
-               "    block_barrier();  // before the parts", "    // before the parts"),
+               "  block_barrier();  // before the parts", "  // before the parts"),
         "LDS race",
     ),
     (
