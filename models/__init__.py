@@ -1,1 +1,1 @@
-"""Model families: one folder each, with the same file names in every one."""
+"""Model families: one folder each, with the same file names in every one; `common` holds what they share."""

@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocmega.errors import ConfigError
+from rocmega.models.common.config import IRRELEVANT, ConfigReader
 
 if TYPE_CHECKING:
     from rocmega.cache import CacheSpec
@@ -118,7 +118,6 @@ _SIZES = (
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "index_topk",
     "max_position_embeddings",
 )  # fmt: skip
-_LARGEST = {"num_hidden_layers": 10_000}  # lists as long as the model is deep are built before anything is read
 _NUMBERS = ("routed_scaling_factor", "rms_norm_eps")
 
 # The only value we run, if the field is there (None counts as absent).
@@ -148,13 +147,7 @@ _READ = {
 }  # fmt: skip
 
 # Known, and without influence on a decode step's result. head_dim is among them: what it says of GLM is misleading.
-_IRRELEVANT = {
-    "architectures", "auto_map", "_name_or_path", "_attn_implementation", "transformers_version", "dtype",
-    "torch_dtype", "head_dim", "attention_dropout", "initializer_range", "use_cache", "ep_size", "pretraining_tp",
-    "bos_token_id", "pad_token_id", "num_nextn_predict_layers", "index_share_for_mtp_iteration", "return_dict",
-    "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
-    "is_encoder_decoder", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "output_router_logits",
-}  # fmt: skip
+_IRRELEVANT = IRRELEVANT | {"head_dim", "index_share_for_mtp_iteration"}
 
 # What transformers calls a layer with the indexer, by version.
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
@@ -183,16 +176,12 @@ def _is_block_fp8(weight: dict[str, Any]) -> bool:
     return weight.get("dtype") == "fp8_e4m3" and list(weight.get("block_size") or ()) == [128, 128]
 
 
-class _Reader:
-    """Collects fields and reasons; `read` returns the configuration or raises with all of them."""
-
-    def __init__(self, config: dict[str, Any]):
-        self.config = {name: value for name, value in config.items() if value is not None}
-        self.reasons: list[str] = []
+class _Reader(ConfigReader):
+    sizes, numbers, fixed, own, irrelevant = _SIZES, _NUMBERS, _FIXED, _READ, _IRRELEVANT
 
     def read(self) -> GlmConfig:
-        fields: dict[str, Any] = {name: self._size(name) for name in _SIZES}
-        fields.update({name: self._number(name) for name in _NUMBERS})
+        fields: dict[str, Any] = {name: self._size(name) for name in self.sizes}
+        fields.update({name: self._number(name) for name in self.numbers})
         self._check_unknown()
         self._check_fixed()
         layers = fields["num_hidden_layers"]
@@ -203,46 +192,16 @@ class _Reader:
         fields["quantization"] = self._quantization()
         self._check_layer_types(layers)
         self._check_sizes(fields)
-        if self.reasons:
-            count = f"{len(self.reasons)} reasons" if len(self.reasons) > 1 else "one reason"
-            raise ConfigError(
-                f"config.json describes a model that cannot be run, for {count}: " + "; ".join(self.reasons) + "."
-            )
+        self._raise_reasons()
         return GlmConfig(**fields)
 
-    def _refuse(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-    # Single fields. A refused one reads as 1, so that the other checks can go on.
-
     def _size(self, name: str) -> int:
-        value = self.config.get(name)
-        if name == "n_routed_experts" and value is None:
-            value = self.config.get("num_experts", self.config.get("num_local_experts"))
-        if type(value) is int and 0 < value <= _LARGEST.get(name, 2**31 - 1):
-            return value
-        self._refuse(f"{name} is missing" if value is None else f"{name} is {value!r}, not a sensible positive integer")
-        return 1
-
-    def _number(self, name: str) -> float:
-        value: Any = self.config.get(name)
-        if type(value) in (int, float) and isfinite(value) and value > 0:
-            return float(value)
-        self._refuse(f"{name} is missing" if value is None else f"{name} is {value!r}, not a positive number")
-        return 1.0
-
-    def _check_unknown(self) -> None:
-        known = {*_SIZES, *_NUMBERS, *_FIXED, *_READ, *_IRRELEVANT}
-        for name in sorted(self.config.keys() - known):
-            self._refuse(f"{name} is not a field known for this model and could change its mathematics")
-
-    def _check_fixed(self) -> None:
-        if "model_type" not in self.config:
-            self._refuse("model_type is missing")
-        for name, only in _FIXED.items():
-            value = self.config.get(name, only)
-            if type(value) is not type(only) or value != only:
-                self._refuse(f"{name} is {value!r} and only {only!r} is supported")
+        if name == "n_routed_experts" and name not in self.config:
+            for other in ("num_experts", "num_local_experts"):
+                if other in self.config:
+                    self.config[name] = self.config[other]
+                    break
+        return super()._size(name)
 
     def _rope_theta(self) -> float:
         found = {}
@@ -313,36 +272,12 @@ class _Reader:
             self._refuse("mlp_layer_types and first_k_dense_replace are both missing")
         return self._agreed(found, (True,) * layers)
 
-    def _kinds(self, name: str, layers: int, kinds: dict[str, bool]) -> tuple[bool, ...]:
-        values = self.config[name]
-        if not isinstance(values, (list, tuple, str)) or not all(isinstance(v, str) and v in kinds for v in values):
-            self._refuse(f"{name} may hold only {', '.join(repr(kind) for kind in kinds)}, one for each layer")
-            return ()
-        if len(values) != layers:
-            self._refuse(f"{name} has {len(values)} entries for {layers} layers")
-            return ()
-        return tuple(kinds[value] for value in values)
-
-    def _agreed(self, found: dict[str, tuple[bool, ...]], default: tuple[bool, ...]) -> tuple[bool, ...]:
-        readable = {name: kinds for name, kinds in found.items() if kinds}
-        if len(set(readable.values())) > 1:
-            self._refuse(" and ".join(readable) + " describe different layers")
-        return next(iter(readable.values()), default)
-
     def _check_layer_types(self, layers: int) -> None:
         types = self.config.get("layer_types", [])
         if not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
             self._refuse(f"layer_types may hold only {' or '.join(repr(kind) for kind in _LAYER_TYPES)}")
         elif types and len(types) != layers:
             self._refuse(f"layer_types has {len(types)} entries for {layers} layers")
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        value = self.config.get("eos_token_id", [])
-        ids = value if isinstance(value, list) else [value]
-        if not all(type(token) is int and token >= 0 for token in ids):
-            self._refuse(f"eos_token_id is {value!r}, not a token id or a list of them")
-            return ()
-        return tuple(ids)
 
     def _quantization(self) -> str:
         if "quantization_config" not in self.config:

@@ -12,23 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocmega.checkpoint.layouts import StoredMatrix, read_matrix
-from rocmega.checkpoint.tiles import FORMATS, MX_GROUP, SCALE_BLOCK, dtype_of
+from rocmega.checkpoint.tiles import MX_GROUP, SCALE_BLOCK, dtype_of
 from rocmega.errors import ConfigError
+from rocmega.models.common.plan import Builder, packed_format
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.published import Formats, mlps
-from rocmega.packing.plan import (
-    Field,
-    Job,
-    Made,
-    MatrixJob,
-    PlainJob,
-    Plan,
-    Reads,
-    banded_matrix,
-    banded_rows,
-    divide,
-    finest_block,
-)
+from rocmega.packing.plan import Field, Made, Plan, Reads, divide, finest_block
 
 if TYPE_CHECKING:
     from rocmega.checkpoint import Checkpoint
@@ -84,15 +73,8 @@ def packed_formats(config: GlmConfig, stored: Formats, tp: int = 1, arch: str | 
     if groups:
         listed = ", ".join(f"{name} {size}" for name, size in groups.items())
         raise ConfigError(f"With {tp} ranks the parts of {listed} are no whole MXFP4 groups of {MX_GROUP}.")
-    linear, dense, expert = (_packed_format(format, block, arch) for format in kinds.values())
+    linear, dense, expert = (packed_format(format, block, arch) for format in kinds.values())
     return Formats(linear, stored.island, expert, dense)
-
-
-def _packed_format(format: str, block: int, arch: str | None) -> str:
-    if not format.startswith("fp8"):
-        return format
-    finer = "_32" if block < FORMATS[format].block else format.removeprefix("fp8")
-    return f"fp8{finer}{'_fnuz' if arch == 'gfx942' else ''}"
 
 
 @dataclass(frozen=True)
@@ -127,48 +109,48 @@ class AbsorbedJob:
                 yield Made((rank,), self.values, index, 0, StoredMatrix(self.format, values[head]))
 
 
-class _Builder:
+class _Builder(Builder):
     """Collects fields and jobs, layer by layer."""
 
     def __init__(self, config: GlmConfig, formats: Formats, tp: int, plus_zero: bool):
-        self.config, self.formats, self.tp, self.plus_zero = config, formats, tp, plus_zero
-        self.fields: dict[str, Field] = {}
-        self.jobs: list[Job] = []
-        self.prefix = self.source = ""
+        super().__init__(tp, plus_zero)
+        self.config, self.formats = config, formats
 
     def layer(self, layer: int) -> None:
         c, f = self.config, self.formats
         self.prefix, self.source = f"layers.{layer}.", f"model.layers.{layer}."
         heads, hidden = c.num_attention_heads, c.hidden_size
         self.vector("attention_norm", hidden, "input_layernorm.weight")
-        self.matrix("q_a", f.linear, (c.q_lora_rank, hidden), "self_attn.q_a_proj")
-        self.matrix("kv_a", f.linear, (c.latent_dim, hidden), "self_attn.kv_a_proj_with_mqa")
+        self.matrix("q_a", f.linear, (c.q_lora_rank, hidden), "self_attn.q_a_proj.weight")
+        self.matrix("kv_a", f.linear, (c.latent_dim, hidden), "self_attn.kv_a_proj_with_mqa.weight")
         if c.full_index[layer]:
             self.indexer()
         self.vector("q_a_norm", c.q_lora_rank, "self_attn.q_a_layernorm.weight")
         self.vector("kv_a_norm", c.kv_lora_rank, "self_attn.kv_a_layernorm.weight")
-        self.matrix("q_b", f.linear, (heads * c.qk_head_dim, c.q_lora_rank), "self_attn.q_b_proj", cut=0)
+        self.matrix("q_b", f.linear, (heads * c.qk_head_dim, c.q_lora_rank), "self_attn.q_b_proj.weight", cut=0)
         self.absorbed()
-        self.matrix("o", f.linear, (hidden, heads * c.v_head_dim), "self_attn.o_proj", cut=1)
+        self.matrix("o", f.linear, (hidden, heads * c.v_head_dim), "self_attn.o_proj.weight", cut=1)
         self.vector("mlp_norm", hidden, "post_attention_layernorm.weight")
         if c.dense_layers[layer]:
             width, format, reads = c.intermediate_size, f.dense, Reads()
         else:
             width, format = c.moe_intermediate_size, f.expert
             reads = Reads("experts", c.n_routed_experts, c.num_experts_per_tok, always=1)
-            self.matrix("router", f.island, (c.n_routed_experts, hidden), "mlp.gate")
+            self.matrix("router", f.island, (c.n_routed_experts, hidden), "mlp.gate.weight")
             self.vector("router_bias", c.n_routed_experts, "mlp.gate.e_score_correction_bias")
         names = mlps(c, layer)
-        gate_up = [f"{mlp}.{part}_proj" for mlp in names for part in ("gate", "up")]
+        gate_up = [f"{mlp}.{part}_proj.weight" for mlp in names for part in ("gate", "up")]
         self.matrix("gate_up", format, (width, hidden), *gate_up, cut=0, reads=reads)
-        self.matrix("down", format, (hidden, width), *(f"{mlp}.down_proj" for mlp in names), cut=1, reads=reads)
+        self.matrix("down", format, (hidden, width), *(f"{mlp}.down_proj.weight" for mlp in names), cut=1, reads=reads)
 
     def indexer(self) -> None:
         c, at = self.config, "self_attn.indexer."
         self.vector("index_k_norm", c.index_head_dim, f"{at}k_norm.weight", f"{at}k_norm.bias")
-        self.matrix("index_q", self.formats.linear, (c.index_n_heads * c.index_head_dim, c.q_lora_rank), f"{at}wq_b")
-        self.matrix("index_k", self.formats.linear, (c.index_head_dim, c.hidden_size), f"{at}wk")
-        self.matrix("index_weights", self.formats.island, (c.index_n_heads, c.hidden_size), f"{at}weights_proj")
+        self.matrix(
+            "index_q", self.formats.linear, (c.index_n_heads * c.index_head_dim, c.q_lora_rank), f"{at}wq_b.weight"
+        )
+        self.matrix("index_k", self.formats.linear, (c.index_head_dim, c.hidden_size), f"{at}wk.weight")
+        self.matrix("index_weights", self.formats.island, (c.index_n_heads, c.hidden_size), f"{at}weights_proj.weight")
 
     def absorbed(self) -> None:
         c, format, heads = self.config, self.formats.absorbed, self.config.num_attention_heads // self.tp
@@ -183,48 +165,7 @@ class _Builder:
         """What is not in a layer."""
         c, f = self.config, self.formats
         self.prefix, self.source = "", "model."
-        rows = Field("embedding", f.island, (c.vocab_size, c.hidden_size), reads=Reads("rows"))
-        self.put(rows)
-        copied = PlainJob(rows.name, ("model.embed_tokens.weight",), dtype_of(f.island))
-        self.jobs += banded_rows(copied, c.vocab_size, c.hidden_size * dtype_of(f.island).itemsize)
+        self.embedding(f.island, c.vocab_size, c.hidden_size, "model.embed_tokens.weight")
         self.vector("final_norm", c.hidden_size, "norm.weight")
         self.source = ""
-        self.matrix("head", f.island, (c.vocab_size, c.hidden_size), "lm_head", cut=0)
-
-    def vector(self, name: str, size: int, *sources: str) -> None:
-        shape = (size,) if len(sources) == 1 else (len(sources), size)
-        self.put(Field(self.prefix + name, "f32", shape))
-        names = tuple(self.source + source for source in sources)
-        self.jobs.append(PlainJob(self.prefix + name, names, dtype_of("f32")))
-
-    def matrix(
-        self,
-        name: str,
-        format: str,
-        shape: tuple[int, int],
-        *sources: str,
-        cut: int | None = None,
-        reads: Reads | None = None,
-    ) -> None:
-        """Matrices of one published shape, one after the other."""
-        local = list(shape)
-        if cut is not None:
-            local[cut] //= self.tp
-        split = cut is not None and self.tp > 1
-        self.put(Field(self.prefix + name, format, tuple(local), len(sources), split, reads or Reads()))
-        row_bytes = shape[1] * dtype_of(format).itemsize // FORMATS[format].numbers
-        for index, source in enumerate(sources):
-            whole = MatrixJob(
-                self.prefix + name,
-                index,
-                f"{self.source}{source}.weight",
-                shape,
-                format,
-                tp=self.tp,
-                cut=cut if split else None,
-                plus_zero=self.plus_zero,
-            )
-            self.jobs += banded_matrix(whole, row_bytes)
-
-    def put(self, field: Field) -> None:
-        self.fields[field.name] = field
+        self.matrix("head", f.island, (c.vocab_size, c.hidden_size), "lm_head.weight", cut=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 
 import torch
 
-from rocmega.checkpoint import INDEX
 from rocmega.checkpoint.layouts import scale_names
 from rocmega.checkpoint.quantize import quantize_fp8, quantize_mxfp4
 from rocmega.checkpoint.tiles import MX_GROUP, SCALE_BLOCK, dequantize_fp8, dequantize_mxfp4
 from rocmega.errors import RequestError
+from rocmega.models.common.presets import draw, write_files
 from rocmega.models.glm.config import MODEL_TYPE, GlmConfig, from_dict
 from rocmega.models.glm.published import QUANTIZABLE, Expected, expected_tensors, scale_name
 
@@ -138,8 +137,6 @@ def write_checkpoint(
     that is not "f32", written as float32 without quantization: its exact twin. shards: how many files the tensors are
     spread over.
     """
-    from safetensors.torch import save_file
-
     if name not in WRITABLE or dtype not in DTYPES:
         raise RequestError(
             f"weights of {name!r} in {dtype!r} cannot be made: use one of {', '.join(WRITABLE)} in {', '.join(DTYPES)}."
@@ -149,29 +146,15 @@ def write_checkpoint(
     if dtype in ("fp8", "mxfp4") and not dequantized:
         config["quantization_config"] = _QUANTIZATION if dtype == "fp8" else _QUARK
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     model = from_dict(config)
     expected = expected_tensors(model)
-    groups = _group_by_layer(expected, shards)
-    weight_map, total = {}, 0
-    for number, names in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = dict(_stored(model, {tensor: expected[tensor] for tensor in names}, dtype, seed, dequantized))
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
-        total += sum(tensor.nbytes for tensor in tensors.values())
+
+    def stored(names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        return _stored(model, {name: expected[name] for name in names}, dtype, seed, dequantized)
+
+    write_files(directory, config, list(expected), shards, stored)
     _fused.cache_clear()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     return directory
-
-
-def _group_by_layer(expected: Expected, shards: int) -> list[list[str]]:
-    """The tensor names, in order, in `shards` groups of about the same size."""
-    names = list(expected)
-    size = -(-len(names) // max(1, min(shards, len(names))))
-    return [names[start : start + size] for start in range(0, len(names), size)]
 
 
 def _stored(
@@ -217,9 +200,7 @@ def _fused(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _drawn(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    key = f"{name}#{seed}" if seed else name  # a seed of its own: torch's generator uses the low 32 bits only
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    values = torch.randn(shape, generator=generator)
+    values = draw(name, shape, seed)
     if name.endswith("e_score_correction_bias"):
         return values * 0.05
     if name.endswith("k_norm.bias"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from rocmega.checkpoint.layouts import MatrixInfo, examine, scale_names
+from rocmega.checkpoint.layouts import MatrixInfo, examine
 from rocmega.checkpoint.tiles import FORMATS, scale_grid
 from rocmega.errors import CheckpointError
+from rocmega.models.common.published import Expected, check_matrix_shape, extra, mixtures, plain_layout, raise_faults
+from rocmega.models.common.published import scale_name as scale_name
 from rocmega.models.glm.config import GlmConfig
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ class Formats:
 # Names and shapes. "linear" are the big matrices of attention and indexer, "dense" and "expert" those of the MLPs, all
 # of which may be quantized; "up" is kv_b_proj, which may be too but ends up absorbed; "island" never is; "vector" is
 # small.
-Expected = dict[str, tuple[tuple[int, ...], str]]
 QUANTIZABLE = ("linear", "dense", "expert", "up")
 _GROUPS = {
     "linear": "the big matrices of attention are",
@@ -131,11 +131,6 @@ def expected_tensors(config: GlmConfig) -> Expected:
     return expected
 
 
-def scale_name(name: str) -> str:
-    """The FP8 block scales' tensor of a weight."""
-    return scale_names(name)[0]
-
-
 def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
     """Compares the files' headers with what the configuration asks for, and finds the formats they are stored in.
 
@@ -151,18 +146,11 @@ def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
             layouts[kind].setdefault(_layout(checkpoint, config, name, shape, kind), name)
         except CheckpointError as error:
             faults.append(str(error))
-    faults += _extra(checkpoint, config, expected)
-    faults += _mixtures(layouts)
+    faults += extra(checkpoint, expected, QUANTIZABLE, lambda name: _ignored(config, name))
+    faults += mixtures(layouts, _GROUPS)
     if config.quantized and not any(FORMATS[layout].block or layout == "mxfp4" for layout in _all(layouts)):
         faults.append("no tensor is quantized, though config.json says so")
-    if faults:
-        faults = list(dict.fromkeys(faults))  # a damaged file is met once per tensor
-        shown = "; ".join(fault.rstrip(".") for fault in faults[:8])
-        shown += f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise CheckpointError(
-            f"{checkpoint.directory} does not hold the model of its config.json: {shown}. Fetch the checkpoint again, "
-            "or use the config.json that belongs to it."
-        )
+    raise_faults(checkpoint, faults)
     # A single float32 island makes all of them float32: widening is exact, narrowing is not.
     island = "f32" if "f32" in layouts["island"] else "bf16"
     linear, expert, dense = (next(iter(layouts[kind]), "") for kind in ("linear", "expert", "dense"))
@@ -177,15 +165,8 @@ def _layout(checkpoint: Checkpoint, config: GlmConfig, name: str, shape: tuple[i
     """How a tensor is stored; raises CheckpointError with what is wrong with it."""
     at = checkpoint.file(name).name
     if kind not in QUANTIZABLE or len(shape) != 2:
-        stored = {"F32": "f32", "BF16": "bf16"}.get(checkpoint.info(name).dtype)
-        if checkpoint.shape(name) != shape:
-            raise CheckpointError(f"tensor {name} in {at} is {list(checkpoint.shape(name))}, not {list(shape)}")
-        if stored is None:
-            raise CheckpointError(f"tensor {name} in {at} is {checkpoint.dtype(name)}, which is not supported there")
-        return stored
-    packed = checkpoint.info(name).dtype in ("U8", "I8")
-    if checkpoint.shape(name) != ((shape[0], shape[1] // 2) if packed else shape):
-        raise CheckpointError(f"tensor {name} in {at} is {list(checkpoint.shape(name))}, not {list(shape)}")
+        return plain_layout(checkpoint, name, shape)
+    packed = check_matrix_shape(checkpoint, name, shape)
     if (packed or checkpoint.info(name).dtype == "F8_E4M3") and not config.quantized:
         what = "MXFP4" if packed else "FP8"
         raise CheckpointError(f"tensor {name} in {at} is {what} and config.json has no quantization_config")
@@ -213,30 +194,8 @@ def _check_quantization(checkpoint: Checkpoint, config: GlmConfig, info: MatrixI
         )
 
 
-def _mixtures(layouts: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Dtypes that differ within a group of matrices, or float32 beside anything else."""
-    for kind, of in _GROUPS.items():
-        if len(layouts[kind]) > 1:
-            yield f"{of} of different dtypes, {_named(layouts[kind])}, and one launch runs one format"
-    groups = {layout: name for kind in _GROUPS for layout, name in layouts[kind].items()}
-    if "f32" in groups and len(groups) > 1 and all(len(layouts[kind]) < 2 for kind in _GROUPS):
-        yield f"the big matrices are of different dtypes, {_named(groups)}, and float32 stands alone"
-
-
-def _named(layouts: dict[str, str]) -> str:
-    return " and ".join(f"{layout} ({name})" for layout, name in layouts.items())
-
-
-def _extra(checkpoint: Checkpoint, config: GlmConfig, expected: Expected) -> Iterator[str]:
-    """Tensors that the model's mathematics has no place for: biases, other scales, an indexer in a shared layer."""
-    scales = {scale: name for name, (_, kind) in expected.items() if kind in QUANTIZABLE for scale in scale_names(name)}
-    for name in checkpoint.names():
-        if name in expected or name.endswith("rotary_emb.inv_freq"):
-            continue
-        weight = scales.get(name)
-        if weight is not None and weight in checkpoint and checkpoint.info(weight).dtype in ("F8_E4M3", "U8", "I8"):
-            continue
-        parts = name.split(".")
-        if name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= config.num_hidden_layers:
-            continue  # the draft layer
-        yield f"tensor {name} is not part of the model that config.json describes"
+def _ignored(config: GlmConfig, name: str) -> bool:
+    """The draft layer, and what transformers computes itself."""
+    parts = name.split(".")
+    draft = name.startswith("model.layers.") and parts[2].isdigit() and int(parts[2]) >= config.num_hidden_layers
+    return draft or name.endswith("rotary_emb.inv_freq")

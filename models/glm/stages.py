@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from rocmega.checkpoint.tiles import PackedMatrix
+from rocmega.models.common.products import Input, Products
+from rocmega.models.common.stages import PackedLayer, routed
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import (
     Normed,
@@ -20,45 +21,16 @@ from rocmega.models.glm.formulas import (
     route,
     swiglu,
 )
-from rocmega.models.glm.products import Input, Products
 from rocmega.models.glm.weights import Layer
 
 
-class LayerStages:
-    """A layer's stages, from its packed weights.
-
-    Fields:
-        resident: dequantized matrices are kept once they are made; else they are made anew for each use.
-    """
+class LayerStages(PackedLayer):
+    """A layer's stages, from its packed weights."""
 
     def __init__(self, config: GlmConfig, number: int, fields: Layer, products: Products, resident: bool):
-        self.config, self.fields, self.products, self.resident = config, fields, products, resident
+        super().__init__(fields, products, resident)
+        self.config = config
         self.full_index, self.dense = config.full_index[number], config.dense_layers[number]
-        self._kept: dict[tuple[str, int | None], torch.Tensor] = {}
-
-    def matrix(self, field: str, index: int | None = None) -> torch.Tensor:
-        """A field's values [n, k] (or [count, n, k] of several), or those of its matrix `index` alone."""
-        kept = self._kept.get((field, index))
-        if kept is not None:
-            return kept
-        packed = self.fields[field]
-        assert isinstance(packed, PackedMatrix)
-        values = (packed if index is None else packed.matrix(index)).dequantize(self.products.weight_dtype)
-        if self.resident:
-            self._kept[field, index] = values
-        return values
-
-    def linear(self, x: Input, field: str, index: int | None = None) -> torch.Tensor:
-        """X [..., k] times a linear field's matrix [n, k], or its matrix `index`: float32 [..., n]."""
-        packed = self.fields[field]
-        assert isinstance(packed, PackedMatrix)
-        return self.products.linear(x, self.matrix(field, index), packed.format)
-
-    def vector(self, field: str) -> torch.Tensor:
-        """A norm's weight or a bias, float32."""
-        values = self.fields[field]
-        assert isinstance(values, torch.Tensor)
-        return values
 
     # Attention.
 
@@ -160,19 +132,7 @@ class LayerStages:
 
     def experts(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each token's routed experts, summed by ascending expert: [T, hidden] for y [T, hidden]."""
-        topk = experts.shape[1]
-        order = experts.flatten().argsort(stable=True)  # token-expert pairs, grouped by expert
-        inputs, factors = y[order // topk], weights.flatten()[order, None]
-        outputs = torch.empty_like(inputs.values)
-        counts = torch.bincount(experts.flatten(), minlength=self.config.n_routed_experts).tolist()
-        end = 0
-        for index, count in enumerate(counts):
-            if count:
-                start, end = end, end + count
-                outputs[start:end] = self.expert(inputs[start:end], index, factors[start:end])
-        by_pair = torch.empty_like(outputs)
-        by_pair[order] = outputs
-        return by_pair.unflatten(0, (-1, topk)).sum(1)
+        return routed(self.expert, self.config.n_routed_experts, y, experts, weights)
 
     def mlp(self, y: Normed) -> torch.Tensor:
         """The whole MLP block on the normalized y [..., hidden]: dense, or routed experts and then the shared one."""

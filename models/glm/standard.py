@@ -12,9 +12,9 @@ import torch
 
 from rocmega.cache import PAGE, PagedCache
 from rocmega.errors import RequestError
+from rocmega.models.common.products import Products
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import Normed, attention, deferred_rms_norm, index_scores, rope_angles, select
-from rocmega.models.glm.products import Products
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import GlmWeights
 from rocmega.step import StepBatch, check_tokens

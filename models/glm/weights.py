@@ -6,29 +6,27 @@ of a pack that lies on disk already (`assemble`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from rocmega.checkpoint.tiles import PackedMatrix
+from rocmega.models.common.published import Expected as Expected
+from rocmega.models.common.weights import Layer as Layer
+from rocmega.models.common.weights import Progress, by_layer, carry_out, tensors_of
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.plan import plan
-from rocmega.models.glm.published import Expected as Expected
 from rocmega.models.glm.published import Formats as Formats
 from rocmega.models.glm.published import check as check
 from rocmega.models.glm.published import expected_tensors as expected_tensors
 from rocmega.models.glm.published import layer_tensors as layer_tensors
 from rocmega.models.glm.published import scale_name as scale_name
-from rocmega.packing.memory import make_fields
 from rocmega.packing.plan import Plan
 
 if TYPE_CHECKING:
     from rocmega.checkpoint import Checkpoint
-
-Progress = Callable[[int, int], None]  # layers packed, layers in all
-Layer = dict[str, PackedMatrix | torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,18 +54,9 @@ class GlmWeights:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor of the packed copy."""
-        for field in (
-            self.embedding,
-            self.final_norm,
-            self.head,
-            *(field for layer in self.layers for field in layer.values()),
-        ):
-            if isinstance(field, torch.Tensor):
-                yield field
-            else:
-                yield field.tiles
-                if field.scales is not None:
-                    yield field.scales
+        yield from tensors_of((self.embedding, self.final_norm, self.head))
+        for layer in self.layers:
+            yield from tensors_of(layer.values())
 
     def bytes(self) -> int:
         """Device bytes of the packed copy."""
@@ -99,17 +88,7 @@ def pack(
     ConfigError if the ranks cannot share the model.
     """
     todo = plan_of(checkpoint, config, tp=tp, arch=arch)
-    done, layers = 0, config.num_hidden_layers
-
-    def on_job(name: str) -> None:
-        nonlocal done
-        layer = int(name.split(".")[1]) if name.startswith("layers.") else layers
-        while done < layer:
-            done += 1
-            if progress is not None:
-                progress(done, layers)
-
-    fields = make_fields(checkpoint, todo, rank, device, on_job)
+    fields = carry_out(checkpoint, todo, config.num_hidden_layers, progress, device, rank)
     return assemble(todo.formats, config, fields, tp, rank)
 
 
@@ -121,13 +100,9 @@ def assemble(
     rank: int = 0,
 ) -> GlmWeights:
     """A model's weights from the fields of its plan or pack."""
-    layers: list[Layer] = [{} for _ in range(config.num_hidden_layers)]
-    for name, value in fields.items():
-        if name.startswith("layers."):
-            _, layer, field = name.split(".")
-            layers[int(layer)][field] = value
     embedding, final_norm, head = fields["embedding"], fields["final_norm"], fields["head"]
     assert isinstance(embedding, torch.Tensor)
     assert isinstance(final_norm, torch.Tensor)
     assert isinstance(head, PackedMatrix)
+    layers = by_layer(fields, config.num_hidden_layers)
     return GlmWeights(Formats(**formats), layers, embedding, final_norm, head, tp, rank)

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import torch
 
+from rocmega.models.common.products import Products
 from rocmega.models.glm.formulas import rope_angles
 from rocmega.models.glm.kernel import ROWS, router_slices
-from rocmega.models.glm.products import Products
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import Formats
 from tests.models.glm.kit import Bench, Outcome

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rocmega.models.common import formulas as shared
+from rocmega.models.common.products import Products
 from rocmega.models.glm import formulas
-from rocmega.models.glm.products import Products
 from rocmega.models.glm.weights import Formats
 
 
@@ -60,7 +61,7 @@ def test_rope_turns_adjacent_pairs():
 
 
 def test_index_scores_by_loops(monkeypatch):
-    monkeypatch.setattr(formulas, "KEY_BLOCK", 3)
+    monkeypatch.setattr(shared, "KEY_BLOCK", 3)
     query, keys, weights = randn(2, 3, 4, 8), randn(2, 7, 8, seed=1), randn(2, 3, 4, seed=2)
     scores = formulas.index_scores(query, keys, weights, 0.25)
     for b, t, j in [(0, 0, 0), (1, 2, 6), (0, 1, 3)]:

@@ -7,6 +7,7 @@ import torch
 
 from rocmega.cache import PAGE
 from rocmega.errors import RequestError
+from rocmega.models.common import formulas as shared
 from rocmega.models.glm import formulas, stages, standard
 from rocmega.step import StepBatch
 
@@ -84,7 +85,7 @@ def test_prefill_continues_where_it_left_off(model, prompt):
 def test_blocks_of_any_size_give_the_same(model, prompt, monkeypatch):
     expected, _ = model().greedy("a", prompt, 4)
     monkeypatch.setattr(standard, "_BLOCK_VALUES", 5000)
-    monkeypatch.setattr(formulas, "KEY_BLOCK", 7)
+    monkeypatch.setattr(shared, "KEY_BLOCK", 7)
     assert model().greedy("a", prompt, 4)[0] == expected
 
 

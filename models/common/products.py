@@ -13,13 +13,24 @@ bf16 there, float32 inputs are split in two bf16 halves, and attention's probabi
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
-from rocmega.models.glm.formulas import Normed, float32_matmul, fp8_activations, mxfp8_activations
-from rocmega.models.glm.weights import Formats
+from rocmega.models.common.formulas import Normed, float32_matmul, fp8_activations, mxfp8_activations
 
 Input = torch.Tensor | Normed  # [..., k]
+
+
+class Formats(Protocol):
+    """What a family says of its formats: those of the big matrices and of the islands."""
+
+    @property
+    def linear(self) -> str: ...
+
+    @property
+    def island(self) -> str: ...
 
 
 class Products:

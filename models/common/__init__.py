@@ -1,0 +1,1 @@
+"""What families share: configuration, published tensors, plans to pack them, formulas and stages in PyTorch."""
