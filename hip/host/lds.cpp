@@ -1,4 +1,5 @@
-// LDS: one store of words per block, and who touched each word since the last barrier.
+// LDS: one store of words per block, and who touched each word since the last barrier. A barrier of a wave is enough between
+// threads of that wave.
 #include <stdlib.h>
 
 #include "internal.h"
@@ -9,8 +10,27 @@ namespace {
 uint32_t reserved;
 constexpr uint16_t NOBODY = 0, SEVERAL = 0xffff;
 
+constexpr uint16_t SEVERAL_OF_WAVE = 0x8000;  // and the wave's number
+
 bool other(uint16_t who, uint16_t me) { return who != NOBODY && who != me; }
-uint16_t join(uint16_t who, uint16_t me) { return who == NOBODY || who == me ? me : SEVERAL; }
+uint16_t of_wave(uint16_t thread) { return SEVERAL_OF_WAVE | (thread - 1) / LANES; }
+uint16_t join(uint16_t who, uint16_t me) {
+  if (who == NOBODY || who == me) return me;
+  if (who != SEVERAL && (who & SEVERAL_OF_WAVE ? who : of_wave(who)) == of_wave(me)) return of_wave(me);
+  return SEVERAL;
+}
+bool of_others(uint16_t who, uint16_t me) { return who != NOBODY && join(who, me) == SEVERAL; }
+
+// What this thread's wave did before its barrier orders it among its lanes; other waves have yet to learn of it.
+void wave_has_met(LdsShadow& s, uint16_t me) {
+  s.wave_era = self->wave->era;
+  uint16_t* now[] = {&s.writer, &s.reader, &s.atomic};
+  for (int i = 0; i < 3; ++i) {
+    if (*now[i] == NOBODY || of_others(*now[i], me)) continue;
+    s.before[i] = s.before[i] == NOBODY ? of_wave(me) : join(s.before[i], me);
+    *now[i] = NOBODY;
+  }
+}
 
 }  // namespace
 
@@ -32,9 +52,11 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
   Block& b = *self->wave->block;
   LdsShadow& s = b.shadow[word];
   uint16_t me = self->thread + 1;
-  if (s.era != b.era) s = {b.era, NOBODY, NOBODY, NOBODY, 0, 0};
-  bool wrote = other(s.writer, me), read = access != LDS_READ && other(s.reader, me);
-  bool changed = access != LDS_ATOMIC && other(s.atomic, me);
+  if (s.era != b.era) s = {b.era, self->wave->era, NOBODY, NOBODY, NOBODY, 0, 0, {}};
+  if (s.wave_era != self->wave->era) wave_has_met(s, me);
+  bool wrote = other(s.writer, me) || of_others(s.before[0], me);
+  bool read = access != LDS_READ && (other(s.reader, me) || of_others(s.before[1], me));
+  bool changed = access != LDS_ATOMIC && (other(s.atomic, me) || of_others(s.before[2], me));
   if (wrote || read || changed) {
     constexpr const char* DOES[] = {"reads", "writes", "changes atomically"};
     report(

@@ -21,9 +21,10 @@ struct Place {
 enum Scope : uint8_t { PLAIN, DEVICE_SCOPE };
 
 struct LdsShadow {  // who touched a word since the last barrier; see lds.cpp
-  uint32_t era;
+  uint32_t era, wave_era;
   uint16_t writer, reader, atomic, stage;
   uint32_t task;
+  uint16_t before[3];  // who wrote, read, changed it before the wave's last barrier: still news to other waves
 };
 
 struct Block {
@@ -41,6 +42,7 @@ using Collective = void (*)(Wave&);
 struct Wave {
   Block* block;
   int index;
+  uint32_t era;                                           // wave barriers passed
   uint64_t ready, spinning, meeting, at_barrier, at_mma;  // lanes by state; in none of them: finished
   uint64_t looked_at;                                     // `changes` when the spinning lanes were last looked at
   Collective collective;

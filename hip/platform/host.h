@@ -27,6 +27,9 @@ DEVICE void mark(u32 stage, u32 task, u32 epoch) { host::self->place = {stage, t
 
 // LDS
 DEVICE void block_barrier() { host::block_barrier(); }
+DEVICE void wave_barrier() {
+  host::meet([](host::Wave& w) { ++w.era; });
+}
 template <u32 N> DEVICE u32 lds_add(const host::Lds<u32, N>& array, int i, u32 v) {
   u32& word = array.atomic(i);
   return word += v, word - v;

@@ -30,6 +30,7 @@ DEVICE void mark(u32, u32, u32) {}
 
 // LDS
 DEVICE void block_barrier() { __syncthreads(); }
+DEVICE void wave_barrier() { __syncwarp(); }
 DEVICE u32 lds_add(u32* array, int i, u32 v) { return atomicAdd_block(array + i, v); }
 DEVICE u32 lds_or(u32* array, int i, u32 v) { return atomicOr_block(array + i, v); }
 template <class T> DEVICE Vec4 lds_load4(const T* array, int i) { return *(const Vec4*)(array + i); }

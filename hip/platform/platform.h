@@ -8,6 +8,7 @@
 //            lds_load4(name, i) -> Vec4                four words at once, i a multiple of 4
 //            lds_add(name, i, v) lds_or(name, i, v)    atomic on a u32 word of LDS; return the old value
 //            block_barrier()           orders LDS; does NOT wait for stores to global memory
+//            wave_barrier()            the same among the lanes of a wave, for LDS that only this wave uses
 //  Wave      wave_sum(f) wave_max(u64) wave_any(b) wave_ballot(b) -> u64 wave_read(u32, lane)   collective over the wave
 //  Memory    T is 4, 8 or 16 bytes. Every access to shared data names its epoch: only the host target looks at it (it
 //            knows of each copy of each word in which epoch it was written), so a load that gets another epoch's word is

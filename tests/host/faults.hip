@@ -69,6 +69,12 @@ KERNEL void faults(const Args* args) {
     t < 32 ? mma_f32(a, a, acc) : mma_bf16(a, a, acc);
     words[t] = acc.v[0] != 0;
   }
+  if (p.fault >=
+      19) {  // 19: a lane of the wave without its barrier, 20: with it, 21: with it, but a thread of another wave
+    if (t == 3) words[0] = 5u;
+    if (p.fault >= 20) wave_barrier();
+    if (t == (p.fault == 21 ? 200 : 7)) words[1] = words[0];
+  }
   if (p.fault == 13) store_plain((u32*)((char*)p.data + 2), 1u, 1);
   if (p.fault == 14) words[t] = load_device(p.lost, ANY_EPOCH);
   if (p.fault == 15) words[t] = load_device(p.data + 1020 + t, ANY_EPOCH);

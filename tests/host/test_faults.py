@@ -75,6 +75,8 @@ def test_reported(fault: int, message: str, check: bool) -> None:
         (9, 1, "stores byte 0 of data for epoch 1, which block 0 stage first task 0 stored too"),
         (10, 1, r"LDS race: .* count\[0\], which another thread .* in stage second task 3"),
         (13, 1, "loads or stores byte 2 of data"),
+        (19, 1, r"LDS race: .* thread [37] .* words\[0\], which another thread"),
+        (21, 1, r"LDS race: .* thread (3|200) .* words\[0\], which another thread"),
     ],
 )
 def test_reported_by_the_checker(fault: int, blocks: int, message: str) -> None:
@@ -83,9 +85,9 @@ def test_reported_by_the_checker(fault: int, blocks: int, message: str) -> None:
 
 
 def test_not_reported() -> None:
-    """An acquire makes a plain load good, a barrier an atomic."""
+    """An acquire makes a plain load good, a barrier an atomic, a wave's barrier what other lanes of the wave wrote."""
     for seed in range(12):
-        for fault, blocks in ((8, 2), (11, 1)):
+        for fault, blocks in ((8, 2), (11, 1), (20, 1)):
             run(HostDriver(seed, True), fault, blocks=blocks)
 
 
