@@ -6,6 +6,7 @@ the index weights, whose results decide something, see float32 inputs. The scale
 product, so that what is rounded is x * weight. Kernels round at the same places.
 
 With FP8 activations the rounded inputs of quantized matrices are quantized too, per 128 (FP8 weights) or 32 (MXFP4).
+With f32 activations nothing is rounded: what the other two are judged by.
 
 A CPU does this in float32 with rounded inputs. A GPU uses its bf16 matrix units with float32 sums; FP8 weights become
 bf16 there, float32 inputs are split in two bf16 halves, and attention's probabilities are rounded to bf16 too.
@@ -36,6 +37,9 @@ class Formats(Protocol):
 class Products:
     """The products a model with these formats needs on this device.
 
+    activations: "bf16", "fp8" or "f32". matrix_units: whether bf16 matrix units may be used, by default where there are
+    any and the activations allow it; without them products round the same inputs and are float32 otherwise.
+
     Fields:
         rounded: inputs of linear and absorbed products, and attention's queries, are rounded to bf16.
         rounded_head: inputs of the head are.
@@ -44,10 +48,17 @@ class Products:
         narrow: activations that meet quantized matrices are FP8.
     """
 
-    def __init__(self, formats: Formats, device: torch.device, activations: str = "bf16"):
-        self.narrow = activations == "fp8"
-        self.rounded, self.rounded_head = formats.linear != "f32", formats.island == "bf16"
-        self.fast = self.rounded and device.type != "cpu" and not self.narrow
+    def __init__(
+        self,
+        formats: Formats,
+        device: torch.device,
+        activations: str = "bf16",
+        matrix_units: bool | None = None,
+    ):
+        exact, self.narrow = activations == "f32", activations == "fp8"
+        self.rounded, self.rounded_head = formats.linear != "f32" and not exact, formats.island == "bf16" and not exact
+        possible = self.rounded and device.type != "cpu" and not self.narrow
+        self.fast = possible if matrix_units is None else possible and matrix_units
         self.weight_dtype = torch.bfloat16 if self.fast else torch.float32
         self._wide_sums = self.fast and _has_wide_sums(device)
 
@@ -59,21 +70,20 @@ class Products:
         """X [..., k] times a linear matrix [n, k] that is stored in `format`: float32 [..., n]."""
         if isinstance(x, Normed):
             return self.linear(x.values, weight, format) * x.scale
-        if self.narrow and format.startswith("fp8"):
-            return F.linear(fp8_activations(self.round(x)), weight)
-        if self.narrow and format == "mxfp4":
-            return F.linear(mxfp8_activations(self.round(x)), weight)
         if self.fast:
             return self._bf16(x.flatten(0, -2).to(torch.bfloat16), weight.mT).unflatten(0, x.shape[:-1])
-        return F.linear(self.round(x), weight)
+        return F.linear(self._input(x, format), weight)
+
+    def each(self, x: Input, weight: torch.Tensor, format: str = "bf16") -> torch.Tensor:
+        """As `linear`, every row of x [rows, k] with a matrix of its own, weight [rows, n, k]: float32 [rows, n]."""
+        if isinstance(x, Normed):
+            return self.each(x.values, weight, format) * x.scale
+        return self._batched(x[:, None], weight, format)[:, 0]
 
     def heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """X [..., heads, k] times absorbed matrices [heads, n, k]: float32 [..., heads, n]."""
         by_head = x.flatten(0, -3).transpose(0, 1)
-        if self.fast:
-            out = self._bf16(by_head.to(torch.bfloat16), weight.mT)
-        else:
-            out = self.round(by_head) @ weight.mT
+        out = self._batched(by_head, weight, "bf16")
         return out.transpose(0, 1).unflatten(0, x.shape[:-2])
 
     def head(self, x: Input, weight: torch.Tensor) -> torch.Tensor:
@@ -100,6 +110,19 @@ class Products:
         if self.fast:
             return self._bf16(a.to(torch.bfloat16), b.to(torch.bfloat16))
         return float32_matmul(a, b)
+
+    def _input(self, x: torch.Tensor, format: str) -> torch.Tensor:
+        """What a linear matrix that is stored in `format` sees of x [..., k]."""
+        x = self.round(x)
+        if self.narrow and format.startswith("fp8"):
+            return fp8_activations(x)
+        if self.narrow and format == "mxfp4":
+            return mxfp8_activations(x)
+        return x
+
+    def _batched(self, x: torch.Tensor, weight: torch.Tensor, format: str) -> torch.Tensor:
+        """X [batch, m, k] with weight [batch, n, k], stored in `format`: float32 [batch, m, n]."""
+        return self._bf16(x.to(torch.bfloat16), weight.mT) if self.fast else self._input(x, format) @ weight.mT
 
     def _bf16(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if not self._wide_sums:

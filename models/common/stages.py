@@ -44,6 +44,13 @@ class PackedLayer:
         assert isinstance(packed, PackedMatrix)
         return self.products.linear(x, self.matrix(field, index), packed.format)
 
+    def each(self, x: Input, field: str, indices: torch.Tensor) -> torch.Tensor:
+        """Row i of x [rows, k] times the linear field's matrix indices[i]: float32 [rows, n]."""
+        packed = self.fields[field]
+        assert isinstance(packed, PackedMatrix)
+        weight = packed.gather(indices).dequantize(self.products.weight_dtype)
+        return self.products.each(x, weight.view(-1, packed.n, packed.k), packed.format)
+
     def vector(self, field: str) -> torch.Tensor:
         """A norm's weight or a bias, float32."""
         values = self.fields[field]

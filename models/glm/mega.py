@@ -135,6 +135,12 @@ class MegaPath:
 
         Raises RequestError if the batch does not fit, StepError if the kernel gave up waiting.
         """
+        self.place(batch, logits=logits)
+        self.enqueue()
+        return self.result()
+
+    def place(self, batch: StepBatch, *, logits: bool = True) -> None:
+        """Gives the next steps their input. Raises RequestError if the batch does not fit."""
         batch.check(
             vocab=self.config.vocab_size,
             cache_pages=self.cache.pages,
@@ -147,14 +153,25 @@ class MegaPath:
         pages = min(batch.block_table.shape[1], self.max_pages)
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         args.rows = rows
+        self._logits = logits
+
+    def enqueue(self) -> None:
+        """Launches the step that was placed, without waiting for it. Once more, it gives the same again."""
+        args = self._args
         args.epoch = self._next_epoch()
-        args.logits = self._regions["logits"].address if logits else 0
+        args.logits = self._regions["logits"].address if self._logits else 0
         for begin, end in self.layer_splits:
             args.layer_begin, args.layer_end = begin, end
             self._launch()
+
+    def result(self) -> StepResult:
+        """Waits for what was enqueued and gives it. Raises StepError if the kernel gave up waiting."""
+        self.driver.synchronize()
+        self._raise_if_given_up()
+        rows = self._args.rows
         return StepResult(
             tokens=self._view("tokens_out", torch.int32)[:rows].cpu().clone(),  # on the CPU, .cpu() is no copy
-            logits=self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows] if logits else None,
+            logits=self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows] if self._logits else None,
         )
 
     def close(self) -> None:
@@ -185,8 +202,6 @@ class MegaPath:
         self._args_bytes.copy_(torch.frombuffer(bytearray(self._args), dtype=torch.uint8))
         address = self.driver.constant(self._args_bytes)
         self.driver.launch(self._function, address, self.blocks, kernel.THREADS, self._dynamic_lds)
-        self.driver.synchronize()
-        self._raise_if_given_up()
 
     def _raise_if_given_up(self) -> None:
         launch, *blocks = self._view("error", torch.int32).view(-1, ERROR_WORDS).tolist()

@@ -70,7 +70,8 @@ class StandardPath:
     """Runs a model's prefill and decode in PyTorch.
 
     weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where
-    memory is plenty and time is not. activations: what quantized matrices meet, "bf16" or "fp8".
+    memory is plenty and time is not. activations: what quantized matrices meet, "bf16" or "fp8"; "f32" rounds nothing.
+    matrix_units: see `Products`.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class StandardPath:
         cache: PagedCache,
         resident: bool | None = None,
         activations: str = "bf16",
+        matrix_units: bool | None = None,
     ):
         self.config, self.weights, self.cache = config, weights, cache
         device = weights.device()
-        self.products = Products(weights.formats, device, activations)
+        self.products = Products(weights.formats, device, activations, matrix_units)
         resident = device.type == "cpu" if resident is None else resident
         self.layers = [
             LayerStages(config, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
@@ -130,10 +132,22 @@ class StandardPath:
 
         Raises RequestError as `StepBatch.check` does.
         """
+        return self.run(*self.place(batch))
+
+    def place(self, batch: StepBatch) -> tuple[torch.Tensor, Span]:
+        """What `run` wants of a step: its tokens int64 [rows] and its span, on the path's device.
+
+        Raises RequestError as `StepBatch.check` does.
+        """
         limit = self.config.max_position_embeddings
         batch.check(vocab=self.config.vocab_size, cache_pages=self.cache.pages, max_model_len=limit)
-        hidden = self.forward(batch.tokens[:, None], self._span(batch.positions[:, None], batch.block_table))
-        return self.head(hidden[:, 0])
+        tokens = batch.tokens.to(self.device, torch.int64)
+        return tokens, self._span(batch.positions[:, None], batch.block_table)
+
+    @torch.no_grad()
+    def run(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
+        """The step itself: logits float32 [rows, vocab]. On a GPU none of it waits for the host: graphs can hold it."""
+        return self.head(self.forward(tokens[:, None], span)[:, 0])
 
     # The model.
 
@@ -141,8 +155,8 @@ class StandardPath:
         """Tokens [B, Q] through all layers, their cache entries written: residual stream float32 [B, Q, hidden]."""
         x = self.embed(tokens)
         selection: Selection | None = None
-        for number, layer in enumerate(self.layers):
-            x, selection = self._layer(number, layer, x, span, selection)
+        for layer, latents, keys in zip(self.layers, self.cache.latent, self.cache.index, strict=True):
+            x, selection = self._layer(layer, latents, keys, x, span, selection)
         return x
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -156,20 +170,26 @@ class StandardPath:
         return self.products.head(normed, head)[0]
 
     def _layer(
-        self, number: int, layer: LayerStages, x: torch.Tensor, span: Span, selection: Selection | None
+        self,
+        layer: LayerStages,
+        latents: torch.Tensor,
+        keys: torch.Tensor | None,
+        x: torch.Tensor,
+        span: Span,
+        selection: Selection | None,
     ) -> tuple[torch.Tensor, Selection | None]:
+        """One layer over its pools of latents and index keys: the new residual stream, and the selection in force."""
         normed = layer.attention_norm(x)
         q_a, kv_a, index_k, index_weights = layer.down_projections(normed)
         q = layer.query_norm(q_a)
-        _write(self.cache.latent[number], span.slots, layer.latent_entry(kv_a, span.angles))
+        _write(latents, span.slots, layer.latent_entry(kv_a, span.angles))
         if index_k is not None and index_weights is not None:
-            keys = self.cache.index[number]
             assert keys is not None
             _write(keys, span.slots, layer.index_entry(index_k, span.angles))
             selection = self._select(layer, q, index_weights, keys, span)
         nope, rope = layer.queries(q, span.angles)
         query = layer.attention_query(layer.latent_query(nope), rope)
-        latent = self._attend(query, self.cache.latent[number], span, selection)
+        latent = self._attend(query, latents, span, selection)
         x = x + layer.output_projection(layer.value_up(latent))
         return x + layer.mlp(layer.mlp_norm(x)), selection
 

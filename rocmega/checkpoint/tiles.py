@@ -296,6 +296,11 @@ class PackedMatrix:
         scales = None if self.scales is None else self.scales[index : index + 1]
         return PackedMatrix(self.format, self.n, self.k, self.tiles[index : index + 1], scales)
 
+    def gather(self, indices: torch.Tensor) -> PackedMatrix:
+        """Copies of the matrices `indices` [count], in this order."""
+        scales = None if self.scales is None else self.scales[indices]
+        return PackedMatrix(self.format, self.n, self.k, self.tiles[indices], scales, indices.shape[0])
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values: [n, k], or [count, n, k] for several matrices."""
         values = unpack_tiles(self.tiles, self.format, self.n, self.k)
