@@ -29,14 +29,20 @@ struct Bf16 {
   }
 };
 
-// bf16 weights with f32 activations, for the router and the indexer's head weights: what they decide is discrete.
+// bf16 weights, 8 k a lane, times f32 activations from 16-byte unit `at` of each column on.
+DEVICE void mma_wide(const Frag& w, const Columns& x, int at, Acc& acc) {
+  Frag wide[2];
+  frag_bf16_to_f32(w, wide);
+  UNROLL for (int p = 0; p < 2; ++p) mma_f32(wide[p], act_frag(x, at + p), acc);
+}
+
+// bf16 weights with f32 activations, as for the other formats below; always for the router and the indexer's head weights:
+// what they decide is discrete.
 struct Bf16Wide {
   static constexpr int COLUMNS = 32, UNIT = 32, TILES = 1, AHEAD = 4, ACT_BYTES = 4, GROUP = 0;
   using Scale = NoScale;
   DEVICE static void multiply(const Frag (&w)[1], NoScale, const Columns& x, int k, Acc& acc) {
-    Frag wide[2];
-    frag_bf16_to_f32(w[0], wide);
-    UNROLL for (int p = 0; p < 2; ++p) mma_f32(wide[p], act_frag(x, k / 4 + 2 * frag_chunk() + p), acc);
+    mma_wide(w[0], x, k / 4 + 2 * frag_chunk(), acc);
   }
 };
 
@@ -55,6 +61,20 @@ template <bool FNUZ> struct Fp8 : Fp8Weights<FNUZ> {
       Frag wide[2];
       FNUZ ? frag_fnuz_to_bf16(w[t], wide) : frag_fp8_to_bf16(w[t], wide);
       UNROLL for (int p = 0; p < 2; ++p) mma_bf16(wide[p], act_frag(x, k / 8 + 8 * t + 2 * frag_chunk() + p), block);
+    }
+    if (FNUZ) scale *= 1 / FNUZ_TIMES;
+    UNROLL for (int i = 0; i < ACCS; ++i) acc.v[i] = __builtin_fmaf(scale, block.v[i], acc.v[i]);
+  }
+};
+// The bf16 numbers widened once more, for f32 activations. Sixteen rows of them leave room for one unit in flight in 64 KB.
+template <bool FNUZ> struct Fp8Wide : Fp8Weights<FNUZ> {
+  static constexpr int AHEAD = ROOMY ? 2 : 1, ACT_BYTES = 4, GROUP = 0;
+  DEVICE static void multiply(const Frag (&w)[2], f32 scale, const Columns& x, int k, Acc& acc) {
+    Acc block = {};
+    UNROLL for (int t = 0; t < 2; ++t) {
+      Frag wide[2];
+      FNUZ ? frag_fnuz_to_bf16(w[t], wide) : frag_fp8_to_bf16(w[t], wide);
+      UNROLL for (int p = 0; p < 2; ++p) mma_wide(wide[p], x, k / 4 + 16 * t + 4 * frag_chunk() + 2 * p, block);
     }
     if (FNUZ) scale *= 1 / FNUZ_TIMES;
     UNROLL for (int i = 0; i < ACCS; ++i) acc.v[i] = __builtin_fmaf(scale, block.v[i], acc.v[i]);
@@ -80,19 +100,26 @@ struct Mxfp4Weights {
   struct Scale {
     u32 e8m0[PIECES];
   };
-  // Expanded to bf16, scale included: exact.
+  // The p-th 8 of a lane's 32 k as bf16, scale included: exact.
+  DEVICE static Frag widened(const Frag& w, const Scale& scale, int p) {
+    Frag wide;
+    UNROLL for (int piece = 0; piece < PIECES; ++piece) e2m1_to_bf16(w.w[piece][p], scale.e8m0[piece], wide.w[piece]);
+    return wide;
+  }
   DEVICE static void multiply_wide(const Frag& w, const Scale& scale, const Columns& x, int k, Acc& acc) {
-    UNROLL for (int p = 0; p < 4; ++p) {
-      Frag wide;
-      UNROLL for (int piece = 0; piece < PIECES; ++piece) e2m1_to_bf16(w.w[piece][p], scale.e8m0[piece], wide.w[piece]);
-      mma_bf16(wide, act_frag(x, k / 8 + 4 * frag_chunk() + p), acc);
-    }
+    UNROLL for (int p = 0; p < 4; ++p) mma_bf16(widened(w, scale, p), act_frag(x, k / 8 + 4 * frag_chunk() + p), acc);
   }
 };
 struct Mxfp4 : Mxfp4Weights {
   static constexpr int GROUP = 0;
   DEVICE static void multiply(const Frag (&w)[1], const Scale& scale, const Columns& x, int k, Acc& acc) {
     multiply_wide(w[0], scale, x, k, acc);
+  }
+};
+struct Mxfp4Wide : Mxfp4Weights {  // for f32 activations
+  static constexpr int AHEAD = ROOMY ? 2 : 1, ACT_BYTES = 4, GROUP = 0;
+  DEVICE static void multiply(const Frag (&w)[1], const Scale& scale, const Columns& x, int k, Acc& acc) {
+    UNROLL for (int p = 0; p < 4; ++p) mma_wide(widened(w[0], scale, p), x, k / 4 + 8 * frag_chunk() + 2 * p, acc);
   }
 };
 // With MXFP8 activations: gfx950's scaled instruction takes both as they are; elsewhere the activations are in LDS as the
@@ -113,13 +140,13 @@ struct Mxfp4A8 : Mxfp4Weights {
 
 // What activations are rounded to for weights of a format when they are not quantized, which is also what caches hold; and
 // the format that takes a matrix with exact activations.
-template <class F> struct ActivationsOfFormat {
+template <int ACT_BYTES> struct ActivationsOfBytes {
   using Type = Bf16;
 };
-template <> struct ActivationsOfFormat<F32> {
+template <> struct ActivationsOfBytes<4> {
   using Type = F32;
 };
-template <class F> using ActivationsOf = typename ActivationsOfFormat<F>::Type;
+template <class F> using ActivationsOf = typename ActivationsOfBytes<F::ACT_BYTES>::Type;
 template <class F> struct WideOfFormat {
   using Type = F;
 };

@@ -69,7 +69,7 @@ template <class F> struct Unit {
 // rows or blocks. Up to AHEAD of them are in flight; the ring is indexed by constants only, or it would live in scratch.
 template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
   static constexpr int UNITS = padded<F>(K) / F::UNIT, TURNS = (UNITS + WAVES - 1) / WAVES;
-  static constexpr int AHEAD = TURNS < AT_MOST ? TURNS : AT_MOST;
+  static constexpr int AHEAD = TURNS < AT_MOST ? TURNS : AT_MOST < 1 ? 1 : AT_MOST;
   static constexpr bool EVEN = UNITS % WAVES == 0;       // every wave has a unit in every turn
   static constexpr int GRAIN = F::UNIT * WAVES * AHEAD;  // activations may come in chunks that are multiples of this
   TileRow<F> row;

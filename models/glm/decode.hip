@@ -370,13 +370,13 @@ struct Decode {
   // in x after the last layer;  out logits if wanted, the token.
   STAGE bool next_token() {
     u32 t = tag(2 * a->layers + 1);
-    auto input = input_for<Island, HIDDEN>(s, Normed<PairRows>{x(2 * a->layers), a->final_norm});
+    auto input = input_for<Head, HIDDEN>(s, Normed<PairRows>{x(2 * a->layers), a->final_norm});
     Matrix m = copy_of(&a->head);
     f32* logits = a->logits;
     Best best;
-    bool ok = linear<Island, HIDDEN>(
+    bool ok = linear<Head, HIDDEN>(
         s, HEAD, t, VOCAB / TILE_ROWS, input,
-        [&](int task) { return tile_row<Island, HIDDEN>(m.tiles, m.scales, VOCAB, 0, task); },
+        [&](int task) { return tile_row<Head, HIDDEN>(m.tiles, m.scales, VOCAB, 0, task); },
         [&](int task, int row, int n, const f32(&v)[2]) {
           f32 scale = inverse_rms(row, HIDDEN, NORM_EPS);
           for (int j = 0; j < 2; ++j) {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rocmega.cache import PAGE
 from rocmega.errors import ConfigError
+from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.toolchain import Unit
 
@@ -26,18 +27,13 @@ SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
 # gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
 LDS_WORDS = {"host": 15104, "gfx942": 15104, "gfx950": 38912, "sm_90": 49152}
 
-ACTIVATIONS = (
-    "bf16",
-    "fp8",
-)  # what quantized matrices meet: bf16, or FP8 quantized per group as in the published models
-
-# Kernel type of a packed format, by the activations.
+# Kernel type of a packed format (hip/tile/format.h), by the activations it meets.
 _FORMATS = {
-    "f32": {"bf16": "F32", "fp8": "F32"},
-    "bf16": {"bf16": "Bf16", "fp8": "Bf16"},
-    "fp8": {"bf16": "Fp8<false>", "fp8": "Fp8A8<false>"},
-    "fp8_fnuz": {"bf16": "Fp8<true>", "fp8": "Fp8A8<true>"},
-    "mxfp4": {"bf16": "Mxfp4", "fp8": "Mxfp4A8"},
+    "f32": {"f32": "F32", "bf16": "F32", "fp8": "F32"},
+    "bf16": {"f32": "Bf16Wide", "bf16": "Bf16", "fp8": "Bf16"},
+    "fp8": {"f32": "Fp8Wide<false>", "bf16": "Fp8<false>", "fp8": "Fp8A8<false>"},
+    "fp8_fnuz": {"f32": "Fp8Wide<true>", "bf16": "Fp8<true>", "fp8": "Fp8A8<true>"},
+    "mxfp4": {"f32": "Mxfp4Wide", "bf16": "Mxfp4", "fp8": "Mxfp4A8"},
 }
 
 
@@ -98,14 +94,34 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
         yield f"num_experts_per_tok {config.num_experts_per_tok} is more than 14"
 
 
-def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> str:
+def _exact_faults(config: GlmConfig, formats: Formats, target: str) -> Iterable[str]:
+    """Where float32 activations need more LDS than there is, as hip/stages/attend.h and experts.h lay it out."""
+    words, waves = LDS_WORDS[target], 8 if target == "sm_90" else 4
+    entry = config.latent_dim + 4  # of a query or cache entry, words
+    attention = (16 + SPLIT) * entry + waves // 2 * 16 * SPLIT
+    if attention > words:
+        yield f"attention's queries and cache entries would take {attention} words of {words}"
+    parts = 2 * waves * 16 * 16  # each wave's share of two tiles
+    depth = {"f32": 16, "bf16": 32}.get(formats.expert, 128)  # of a unit
+    unit = ROWS * ((config.num_experts_per_tok + 1) * depth + 4)  # of all rows and places
+    if unit > words - parts:
+        yield f"the experts' activations would take {unit} words of {words - parts}"
+
+
+def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "auto") -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
+    activations = choose(formats, activations)
     shape = Shape.of(config, tp)
     native = {"gfx942": "fp8_fnuz", "gfx950": "fp8", "sm_90": "fp8"}.get(target, formats.linear)
     if activations == "fp8" and formats.linear.startswith("fp8") and formats.linear != native:
         raise ConfigError(
             f"FP8 activations meet weights in the FP8 of {target}'s instructions, {native}, and these are "
             f"{formats.linear}. Pack the checkpoint for {target} (rocmega pack), or use bf16 activations."
+        )
+    if activations == "f32" and (faults := list(_exact_faults(config, formats, target))):
+        raise ConfigError(
+            f"f32 activations of this model do not fit into {target}'s LDS: {'; '.join(faults)}. Use the standard "
+            "path, or bf16 activations."
         )
     if formats.dense != formats.linear:
         raise ConfigError(
@@ -144,8 +160,9 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     types = {
         "Linear": _FORMATS[formats.linear][activations],
         "Expert": _FORMATS[formats.expert][activations],
-        "Island": _FORMATS[formats.island]["bf16"],
-        "Absorbed": _FORMATS[formats.absorbed]["bf16"],
+        "Island": _FORMATS[formats.island]["bf16"],  # as it is stored: the embedding's rows
+        "Head": _FORMATS[formats.island][activations],
+        "Absorbed": _FORMATS[formats.absorbed][activations],
     }
     return "\n".join(
         [
@@ -159,8 +176,9 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     )
 
 
-def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "bf16") -> Unit:
-    """What the toolchain compiles for one target. activations: one of ACTIVATIONS."""
+def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "auto") -> Unit:
+    """What the toolchain compiles for one target. activations: what weights meet, see activations.py."""
+    activations = choose(formats, activations)
     name = f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}".replace("+", "-")
     header = model_header(config, formats, target, tp, activations)
     return Unit(name, FOLDER / "decode.hip", {"model_config.h": header})

@@ -14,6 +14,7 @@ from rocmega.cache import PAGE
 from rocmega.checkpoint.tiles import PackedMatrix
 from rocmega.errors import RequestError, StepError
 from rocmega.models.glm import kernel
+from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import rope_angles
 from rocmega.toolchain import compile as compile_unit
@@ -87,7 +88,7 @@ class MegaPath:
     """Decode steps of up to 16 rows, one launch each (or `mega_tasks` of them, split at layer borders: the same bits).
 
     blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
-    activations: what quantized matrices meet, "bf16" or "fp8" (quantized per group, as in the published models).
+    activations: what weights meet, see activations.py.
     Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
     dimensions do not fit its tiles.
     """
@@ -103,15 +104,14 @@ class MegaPath:
         max_rows: int = kernel.ROWS,
         max_model_len: int,
         mega_tasks: int = 1,
-        activations: str = "bf16",
+        activations: str = "auto",
         artifact: Artifact | None = None,
     ) -> None:
         if not 1 <= max_rows <= kernel.ROWS:
             raise RequestError(f"max_rows={max_rows}: the mega-task takes 1 to {kernel.ROWS} rows.")
-        if activations not in kernel.ACTIVATIONS:
-            raise RequestError(f"activations={activations!r}: choose one of {', '.join(kernel.ACTIVATIONS)}.")
         self.config, self.weights, self.cache, self.driver = config, weights, cache, driver
-        self.max_rows, self.max_model_len, self.activations = max_rows, max_model_len, activations
+        self.max_rows, self.max_model_len = max_rows, max_model_len
+        self.activations = choose(weights.formats, activations)
         self.max_pages = -(-max_model_len // PAGE)
         self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
         self._header = descriptor.load(kernel.FOLDER / "descriptor.h")

@@ -74,7 +74,7 @@ def packed_formats(config: GlmConfig, stored: Formats, tp: int = 1, arch: str | 
         listed = ", ".join(f"{name} {size}" for name, size in groups.items())
         raise ConfigError(f"With {tp} ranks the parts of {listed} are no whole MXFP4 groups of {MX_GROUP}.")
     linear, dense, expert = (packed_format(format, block, arch) for format in kinds.values())
-    return Formats(linear, stored.island, expert, dense)
+    return Formats(linear, stored.island, expert, dense, stored.absorbed)
 
 
 @dataclass(frozen=True)

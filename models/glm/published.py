@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from rocmega.checkpoint.layouts import MatrixInfo, examine
@@ -25,22 +25,20 @@ class Formats:
         island: embedding, head, router and index weights, which no checkpoint quantizes; f32 or bf16.
         expert: gate, up and down of mixture layers, routed and shared; as linear if not given.
         dense: gate, up and down of dense layers; as linear if not given.
-        absorbed: key_up and value_up; f32 if linear is, else bf16.
-        cache: latent and index cache; f32 if linear is, else bf16.
+        absorbed: key_up and value_up; f32 for f32 activations, else bf16. If not given, f32 where linear is.
+        cache: latent and index cache, as absorbed: they meet.
     """
 
     linear: str
     island: str
     expert: str = ""
     dense: str = ""
+    absorbed: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "expert", self.expert or self.linear)
         object.__setattr__(self, "dense", self.dense or self.linear)
-
-    @property
-    def absorbed(self) -> str:
-        return "f32" if self.linear == "f32" else "bf16"
+        object.__setattr__(self, "absorbed", self.absorbed or ("f32" if self.linear == "f32" else "bf16"))
 
     @property
     def cache(self) -> str:
@@ -53,8 +51,11 @@ class Formats:
         return self.linear if self.expert == self.linear and not dense else f"{self.linear}+{self.expert}{dense}"
 
     def to_json(self) -> dict[str, str]:
-        """For a pack's manifest; Formats(**...) is the inverse."""
-        return asdict(self)
+        """For a pack's manifest; Formats(**...) is the inverse. Without `absorbed` where it follows from the others."""
+        stored = asdict(self)
+        if replace(self, absorbed="") == self:
+            del stored["absorbed"]
+        return stored
 
 
 # Names and shapes. "linear" are the big matrices of attention and indexer, "dense" and "expert" those of the MLPs, all

@@ -13,6 +13,7 @@ import torch
 from rocmega.cache import PAGE, PagedCache
 from rocmega.errors import RequestError
 from rocmega.models.common.products import Products
+from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import Normed, attention, deferred_rms_norm, index_scores, rope_angles, select
 from rocmega.models.glm.stages import LayerStages
@@ -70,8 +71,8 @@ class StandardPath:
     """Runs a model's prefill and decode in PyTorch.
 
     weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where
-    memory is plenty and time is not. activations: what quantized matrices meet, "bf16" or "fp8"; "f32" rounds nothing.
-    matrix_units: see `Products`.
+    memory is plenty and time is not. activations: what weights meet, see activations.py; "f32" rounds
+    none here, whatever the absorbed matrices and the cache are in. matrix_units: see `Products`.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class StandardPath:
         weights: GlmWeights,
         cache: PagedCache,
         resident: bool | None = None,
-        activations: str = "bf16",
+        activations: str = "auto",
         matrix_units: bool | None = None,
     ):
         self.config, self.weights, self.cache = config, weights, cache
         device = weights.device()
+        activations = choose(weights.formats) if activations == "auto" else activations
         self.products = Products(weights.formats, device, activations, matrix_units)
         resident = device.type == "cpu" if resident is None else resident
         self.layers = [

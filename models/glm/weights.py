@@ -7,7 +7,7 @@ of a pack that lies on disk already (`assemble`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,9 +67,17 @@ class GlmWeights:
         return self.embedding.device
 
 
-def plan_of(checkpoint: Checkpoint, config: GlmConfig, *, tp: int = 1, arch: str | None = None) -> Plan:
-    """The plan to pack a checkpoint. Raises CheckpointError if it does not fit its config.json, ConfigError as plan."""
-    return plan(config, check(checkpoint, config), tp=tp, arch=arch)
+def plan_of(
+    checkpoint: Checkpoint, config: GlmConfig, *, tp: int = 1, arch: str | None = None, activations: str = "auto"
+) -> Plan:
+    """The plan to pack a checkpoint. Raises CheckpointError if it does not fit its config.json, ConfigError as plan.
+
+    activations: what the weights are to meet; "f32" keeps the absorbed matrices in float32.
+    """
+    stored = check(checkpoint, config)
+    if activations == "f32":
+        stored = replace(stored, absorbed="f32")
+    return plan(config, stored, tp=tp, arch=arch)
 
 
 def pack(
@@ -81,13 +89,14 @@ def pack(
     tp: int = 1,
     rank: int = 0,
     arch: str | None = None,
+    activations: str = "auto",
 ) -> GlmWeights:
     """Reads and packs all weights, or one rank's part. Nothing is packed if the checkpoint does not fit.
 
-    progress: called with (layers done, layers) after each layer. tp, arch: see `plan`. Raises CheckpointError, or
-    ConfigError if the ranks cannot share the model.
+    progress: called with (layers done, layers) after each layer. tp, arch: see `plan`; activations: see `plan_of`.
+    Raises CheckpointError, or ConfigError if the ranks cannot share the model.
     """
-    todo = plan_of(checkpoint, config, tp=tp, arch=arch)
+    todo = plan_of(checkpoint, config, tp=tp, arch=arch, activations=activations)
     fields = carry_out(checkpoint, todo, config.num_hidden_layers, progress, device, rank)
     return assemble(todo.formats, config, fields, tp, rank)
 

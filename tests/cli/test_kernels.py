@@ -74,7 +74,7 @@ def test_inspect_prints_the_named_fields(monkeypatch):
     result = run(app, ["inspect", "--model", "glm-5.2-tiny"])
     assert result.exit_code == 0, result.output
     assert "glm_decode" in result.stdout
-    assert asked[1] == ("glm-f32-f32-abf16-tp1", "gfx950")
+    assert asked[1] == ("glm-f32-f32-af32-tp1", "gfx950")
 
 
 def test_doctor_names_what_it_looked_for():

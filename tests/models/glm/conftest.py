@@ -17,7 +17,7 @@ from rocmega.models.glm.config import GlmConfig, from_dir
 from rocmega.models.glm.standard import StandardPath
 from rocmega.models.glm.weights import GlmWeights, pack
 from rocmega.step import StepBatch
-from tests.models.glm.kit import Bench
+from tests.models.glm.kit import Bench, Server
 
 PROMPT = 75  # tokens; more than three times the tiny models' index_topk
 STEPS = 65  # the first token is prefill's
@@ -90,16 +90,19 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def packed(tiny_checkpoint) -> Callable[..., tuple[GlmConfig, GlmWeights]]:
-    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`, also "odd"."""
+    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`, also "odd".
+
+    activations: what they are packed for.
+    """
 
     @cache
-    def load(*args, **options) -> tuple[GlmConfig, GlmWeights]:
+    def load(*args, activations: str = "auto", **options) -> tuple[GlmConfig, GlmWeights]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(presets.PRESETS, "odd", ODD)
             patch.setattr(presets, "WRITABLE", (*presets.WRITABLE, "odd"))
             directory = tiny_checkpoint(*args, **options)
         config = from_dir(directory)
-        return config, pack(Checkpoint(directory), config)
+        return config, pack(Checkpoint(directory), config, activations=activations)
 
     return load
 
@@ -116,7 +119,21 @@ def bench(packed) -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
     def make(name: str = "glm-5.2-tiny", dtype: str = "f32", *args, **options) -> Bench:
-        made.append(Bench(*packed(name, dtype), *args, **options))
+        weights = packed(name, dtype, activations=options.get("activations", "auto"))
+        made.append(Bench(*weights, *args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def server(packed) -> Callable[..., Server]:
+    made: list[Server] = []
+
+    def make(name: str = "glm-5.2-tiny", dtype: str = "f32", **options) -> Server:
+        made.append(Server(*packed(name, dtype, activations=options.get("activations", "auto")), **options))
         return made[-1]
 
     yield make

@@ -19,6 +19,43 @@ from rocmega.toolchain import Artifact
 # Around index_topk = 24 of the tiny models and around page borders; the first three mix all kinds of rows.
 POSITIONS = (150, 5, 64, 0, 22, 23, 24, 31, 32, 63, 65, 127, 128, 191, 129, 100)
 
+MAX_MODEL_LEN = 192  # of a Server
+
+
+class Server:
+    """Requests that come and go: prompts by the standard path, tokens by the mega-task."""
+
+    def __init__(self, config, weights, **options):
+        driver = HostDriver()
+        self.cache = PagedCache(config.cache_spec(weights.formats.cache), 8, driver)
+        self.standard = StandardPath(config, weights, self.cache)
+        self.mega = MegaPath(config, weights, self.cache, driver, max_model_len=MAX_MODEL_LEN, **options)
+        self.length: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.logits: dict[str, list[torch.Tensor]] = {}
+
+    def begin(self, request: str, prompt: torch.Tensor) -> None:
+        self.cache.grow(request, len(prompt))
+        logits = self.standard.prefill(prompt, 0, self.cache.block_table([request])[0])
+        self.length[request], self.logits[request] = len(prompt), [logits]
+        self.tokens[request] = [int(logits.argmax())]
+
+    def step(self, *requests: str) -> None:
+        for request in requests:
+            self.cache.grow(request, self.length[request] + 1)
+        tokens = torch.tensor([self.tokens[request][-1] for request in requests], dtype=torch.int32)
+        positions = torch.tensor([self.length[request] for request in requests], dtype=torch.int32)
+        result = self.mega.decode(StepBatch(tokens, positions, self.cache.block_table(requests)))
+        assert result.logits is not None
+        for request, token, logits in zip(requests, result.tokens.tolist(), result.logits.clone(), strict=True):
+            self.length[request] += 1
+            self.tokens[request].append(token)
+            self.logits[request].append(logits)
+
+    def close(self) -> None:
+        self.mega.close()
+        self.cache.close()
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -57,7 +94,7 @@ class Bench:
         max_model_len: int | None = None,
         mega_tasks: int = 1,
         artifact: Artifact | None = None,
-        activations: str = "bf16",
+        activations: str = "auto",
     ) -> None:
         self.activations = activations
         self.config, self.weights, self.positions = config, weights, list(positions)

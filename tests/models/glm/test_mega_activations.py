@@ -1,4 +1,4 @@
-"""FP8 activations: the stages that quantize, on their own input, against formulas that quantize at the same place."""
+"""FP8 and f32 activations: stages on their own input, against formulas that quantize at the same place, or nowhere."""
 
 from __future__ import annotations
 
@@ -27,6 +27,20 @@ def test_stage_is_its_formula(name, recording):
     print(f"{name}: {max(same):.1e} with the same rounding, {max(none):.1e} with none")
     assert max(same) <= SAME_ROUNDING
     assert 1e-3 < max(none) <= QUANTIZED
+
+
+@pytest.fixture(scope="module")
+def exact(bench) -> Recording:
+    subject = bench("glm-5.2-tiny", "mxfp4", ROWS_OF["glm-5.2-tiny"], activations="f32")
+    subject.remake(blocks=3, mega_tasks=subject.config.num_hidden_layers)
+    return Recording(subject)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_stage_with_f32_activations_rounds_nothing(name, exact):
+    found = errors(exact, CHECKS[name], exact=True)
+    assert found
+    assert max(found) <= SAME_ROUNDING
 
 
 def test_checks_are_clean_and_bits_the_same(recording):

@@ -2,69 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from rocmega.cache import PagedCache
-from rocmega.drivers.host import HostDriver
 from rocmega.errors import RequestError, StepError
 from rocmega.models.glm import mega
 from rocmega.models.glm.mega import MegaPath
-from rocmega.models.glm.standard import StandardPath
 from rocmega.step import StepBatch
 from tests.models.glm.kit import Bench, Outcome
-
-MAX_MODEL_LEN = 192
-
-
-class Server:
-    """Requests that come and go: prompts by the standard path, tokens by the mega-task."""
-
-    def __init__(self, config, weights, **options):
-        driver = HostDriver()
-        self.cache = PagedCache(config.cache_spec(weights.formats.cache), 8, driver)
-        self.standard = StandardPath(config, weights, self.cache)
-        self.mega = MegaPath(config, weights, self.cache, driver, max_model_len=MAX_MODEL_LEN, **options)
-        self.length: dict[str, int] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.logits: dict[str, list[torch.Tensor]] = {}
-
-    def begin(self, request: str, prompt: torch.Tensor) -> None:
-        self.cache.grow(request, len(prompt))
-        logits = self.standard.prefill(prompt, 0, self.cache.block_table([request])[0])
-        self.length[request], self.logits[request] = len(prompt), [logits]
-        self.tokens[request] = [int(logits.argmax())]
-
-    def step(self, *requests: str) -> None:
-        for request in requests:
-            self.cache.grow(request, self.length[request] + 1)
-        tokens = torch.tensor([self.tokens[request][-1] for request in requests], dtype=torch.int32)
-        positions = torch.tensor([self.length[request] for request in requests], dtype=torch.int32)
-        result = self.mega.decode(StepBatch(tokens, positions, self.cache.block_table(requests)))
-        assert result.logits is not None
-        for request, token, logits in zip(requests, result.tokens.tolist(), result.logits.clone(), strict=True):
-            self.length[request] += 1
-            self.tokens[request].append(token)
-            self.logits[request].append(logits)
-
-    def close(self) -> None:
-        self.mega.close()
-        self.cache.close()
-
-
-@pytest.fixture
-def server(packed) -> Callable[..., Server]:
-    made: list[Server] = []
-
-    def make(name: str = "glm-5.2-tiny", dtype: str = "f32", **options) -> Server:
-        made.append(Server(*packed(name, dtype), **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.mark.parametrize("name", ["glm-5-tiny", "glm-5.2-tiny"])
