@@ -3,11 +3,10 @@
     f32    as they are. To compare with: every number of the checkpoint counts as published, nothing is rounded.
     bf16   rounded to bf16, 8 bits.
     fp8    rounded to bf16, and then where the matrix is quantized to FP8, 4 bits, with a scale per 128 (FP8 weights) or
-           32 (MXFP4), as the published models were evaluated.
+           32 (MXFP4). Published FP8 checkpoints mean this by `activation_scheme: dynamic`.
 
-By default float32 weights meet f32 and all others bf16. A decode step reads the same bytes of weights in bf16
-and in fp8, which is what bounds its time; fp8 saves the widening of weights in registers, and rounds 16 times as
-coarsely.
+By default float32 weights meet f32 and all others bf16. A decode step reads the same bytes of weights in bf16 and in
+fp8, which is what bounds its time; fp8 saves the widening of weights in registers, and rounds 16 times as coarsely.
 """
 
 from __future__ import annotations
