@@ -8,22 +8,33 @@ Names load on first use, so that importing the package costs nothing.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rocmega.engine import Engine as Engine
+    from rocmega.engine import Request as Request
     from rocmega.errors import RocmegaError as RocmegaError
     from rocmega.llm import LLM as LLM
-    from rocmega.llm import CompletionOutput as CompletionOutput
-    from rocmega.llm import RequestOutput as RequestOutput
-    from rocmega.llm import SamplingParams as SamplingParams
+    from rocmega.outputs import CompletionOutput as CompletionOutput
+    from rocmega.outputs import RequestOutput as RequestOutput
+    from rocmega.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "RocmegaError", "SamplingParams", "__version__"]
+_HOMES = {
+    "CompletionOutput": "outputs",
+    "Engine": "engine",
+    "LLM": "llm",
+    "Request": "engine",
+    "RequestOutput": "outputs",
+    "RocmegaError": "errors",
+    "SamplingParams": "sampling",
+}
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module 'rocmega' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("rocmega.errors" if name == "RocmegaError" else "rocmega.llm"), name)
+    return getattr(import_module(f"rocmega.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,11 @@ PAGE = 64  # positions in a page
 NO_PAGE = -1  # block table entry where a request has no page
 
 
+def pages_for(tokens: int) -> int:
+    """Pages that so many tokens need."""
+    return -(-tokens // PAGE)
+
+
 class Memory(Protocol):
     """Whatever hands out memory that kernels and PyTorch both see: every driver does."""
 
@@ -66,12 +71,12 @@ class CacheSpec:
 
 
 class PageAllocator:
-    """A free list of page numbers; the page given back last is given out first."""
+    """A free list of page numbers; the page given back last is given out first. Several may hold a page."""
 
     def __init__(self, pages: int):
         self.pages = pages
         self._free = list(reversed(range(pages)))
-        self._used: set[int] = set()
+        self._holders: dict[int, int] = {}
 
     @property
     def available(self) -> int:
@@ -86,16 +91,30 @@ class PageAllocator:
                 f"{self.pages} are free. Run fewer or shorter requests at once, or configure a larger cache."
             )
         taken = [self._free.pop() for _ in range(count)]
-        self._used.update(taken)
+        self._holders.update(dict.fromkeys(taken, 1))
         return taken
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back; a page that is not in use is a bug of the caller."""
+    def share(self, pages: Iterable[int]) -> None:
+        """One more holder of pages that are in use."""
         for page in pages:
-            if page not in self._used:
-                raise ValueError(f"page {page} is not in use")
-            self._used.remove(page)
-            self._free.append(page)
+            self._holders[self._in_use(page)] += 1
+
+    def holders(self, page: int) -> int:
+        """How many hold a page; 0 if it is free."""
+        return self._holders.get(page, 0)
+
+    def free(self, pages: Iterable[int]) -> None:
+        """One holder less; pages that nobody holds are free. A page that is not in use is a bug of the caller."""
+        for page in pages:
+            self._holders[self._in_use(page)] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                self._free.append(page)
+
+    def _in_use(self, page: int) -> int:
+        if page not in self._holders:
+            raise ValueError(f"page {page} is not in use")
+        return page
 
 
 class PagedCache:
@@ -152,10 +171,20 @@ class PagedCache:
         A request begins with its first growth. Raises RequestError, changing nothing, if the cache is full.
         """
         table = self._tables.get(request, [])
-        missing = -(-tokens // PAGE) - len(table)
+        missing = pages_for(tokens) - len(table)
         if missing > 0:
             table = self._tables[request] = table + self.allocator.allocate(missing)
         return list(table)
+
+    def adopt(self, request: Hashable, pages: Sequence[int]) -> None:
+        """Begins a request with full pages of others: their contents are its first positions, and stay as they are."""
+        assert request not in self._tables, f"request {request} has begun"
+        self.allocator.share(pages)
+        self._tables[request] = list(pages)
+
+    def pages_of(self, request: Hashable) -> list[int]:
+        """The request's pages, in order."""
+        return list(self._tables.get(request, []))
 
     def release(self, request: Hashable) -> None:
         """Gives all pages of a request back; a request without pages is fine."""

@@ -58,6 +58,7 @@ class Runner:
         path: str = "auto",
         max_rows: int = MEGA_ROWS,
         max_model_len: int | None = None,
+        cache_pages: int | None = None,
         blocks: int | None = None,
         seed: int | None = None,
         progress: Progress = silent,
@@ -82,7 +83,7 @@ class Runner:
         self._numbers = itertools.count()
         self.driver = self._open_driver(device, path, seed)
         self.weights: Any = self._checkpoint_weights() if packed is None else self._packed_weights(packed)
-        self.cache = self._new_cache()
+        self.cache = self._new_cache(cache_pages)
         self.standard: Any = self._module("standard").StandardPath(self.config, self.weights, self.cache)
         self._mega: Any = None
         if path != "standard":
@@ -229,10 +230,11 @@ class Runner:
             self._missing = (str(error),)
             return None
 
-    def _new_cache(self) -> Any:
+    def _new_cache(self, pages: int | None) -> Any:
         from rocmega.cache import PAGE, PagedCache, TorchMemory
 
-        pages = self.max_rows * -(-self.max_model_len // PAGE)
+        if pages is None:
+            pages = self.max_rows * -(-self.max_model_len // PAGE)
         spec = self.config.cache_spec(self.weights.formats.cache)
         return PagedCache(spec, pages, self.driver or TorchMemory(self._torch_device))
 

@@ -155,7 +155,8 @@ def test_generation_stops_at_a_token_of_the_callers_choice(llm):
         ([[1], 2], GREEDY, "mixed"),
         ({"prompt": "x"}, GREEDY, "neither text nor a list"),
         ("text", GREEDY, "tokenizer.json"),
-        ([[1]] * 5, GREEDY, "max_rows=4"),
+        ([1], SamplingParams(stop_token_ids=[512]), "stop_token_ids holds token 512"),
+        ([1], SamplingParams(logit_bias={-1: 2.0}), "logit_bias holds token -1"),
         (list(range(123)), GREEDY, "longest context of 128"),
         ([1], SamplingParams(max_tokens=128), "max_model_len"),
         ([[1], [2]], [GREEDY], "2 prompts but 1 SamplingParams"),
@@ -172,17 +173,6 @@ def test_bad_requests_are_refused_before_anything_runs(llm, prompts, sampling, m
 def test_the_longest_context_is_allowed(llm):
     [output] = llm.generate(list(range(122)), GREEDY)
     assert len(output.outputs[0].token_ids) == 6
-
-
-@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"temperature": 0.7}])
-def test_impossible_sampling_is_refused(fields):
-    with pytest.raises(RequestError):
-        SamplingParams(**fields)
-
-
-def test_greedy_may_be_said_in_two_ways():
-    assert SamplingParams(temperature=0).temperature == 0
-    assert SamplingParams(temperature=None).temperature is None
 
 
 @pytest.mark.parametrize(

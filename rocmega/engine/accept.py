@@ -1,0 +1,92 @@
+"""What a step's logits make of a request: its next token, the token's text and log probability, the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rocmega.engine.request import Request
+from rocmega.errors import RequestError
+from rocmega.outputs import Logprob
+from rocmega.sampling.philox import seed_of_request
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocmega.runner import Runner
+    from rocmega.tokenizer import Tokenizer
+
+
+class Acceptor:
+    """Turns logits into tokens. key: gives requests without a seed theirs."""
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer | None, key: int) -> None:
+        self.runner, self.tokenizer, self.key = runner, tokenizer, key
+
+    def prepare(self, request: Request, number: int) -> None:
+        """Before a request's first step. Raises RequestError for stop texts that nobody can look for."""
+        from rocmega.engine.text import AnswerText
+        from rocmega.sampling.choose import Uses
+
+        sampling = request.sampling
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("Stop texts need the checkpoint's tokenizer, and it has none: use stop_token_ids.")
+        request.seed = seed_of_request(self.key, number) if sampling.seed is None else sampling.seed
+        if sampling.penalized:
+            request.uses = Uses(frozenset(request.prompt_token_ids), Counter(request.token_ids))
+        if self.tokenizer is not None:
+            request.text = AnswerText(self.tokenizer, sampling.stop, sampling.include_stop_str_in_output)
+
+    @staticmethod
+    def wants_logits(request: Request) -> bool:
+        """Whether a request's next token takes more than the largest logit's number."""
+        sampling = request.sampling
+        return not sampling.plain or sampling.logprobs is not None or request.observer is not None
+
+    def accept(self, request: Request, largest: int, logits: torch.Tensor | None) -> None:
+        """The next token, by the model's logits f32 [vocab], or its largest one where that is all it takes."""
+        from rocmega.sampling.choose import choose
+
+        sampling, number, token = request.sampling, len(request.token_ids), largest
+        if logits is not None:
+            if request.observer is not None:
+                request.observer(number, logits)
+            if not sampling.plain:
+                token = choose(logits, sampling, seed=request.seed, number=number, uses=request.uses)
+            if sampling.logprobs is not None:
+                self._keep_logprobs(request, token, logits, sampling.logprobs)
+        request.token_ids.append(token)
+        if request.uses is not None:
+            request.uses.answer[token] += 1
+        if request.text is not None:
+            request.text.push(token)
+        self._end(request, token)
+
+    def _end(self, request: Request, token: int) -> None:
+        sampling, text = request.sampling, request.text
+        if text is not None and text.stopped_by is not None:
+            request.finish_reason, request.stop_reason = "stop", text.stopped_by
+        elif token in sampling.stop_token_ids:
+            request.finish_reason, request.stop_reason = "stop", token
+        elif token in self.runner.eos_token_ids and not sampling.ignore_eos:
+            request.finish_reason = "stop"
+        elif len(request.token_ids) == sampling.max_tokens:
+            request.finish_reason = "length"
+        if request.finished and text is not None:
+            text.end()
+
+    def _keep_logprobs(self, request: Request, token: int, logits: torch.Tensor, count: int) -> None:
+        """The token's and the likeliest ones', by the model's own logits."""
+        logprobs = logits.log_softmax(-1)
+        best = logprobs.topk(min(count, len(logprobs)))
+        entries = {
+            at: self._logprob(at, value, rank)
+            for rank, (value, at) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True), 1)
+        }
+        mine = float(logprobs[token])
+        entries.setdefault(token, self._logprob(token, mine, int((logprobs > mine).sum()) + 1))
+        request.logprobs.append(entries)
+        request.cumulative_logprob += mine
+
+    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
+        return Logprob(value, rank, None if self.tokenizer is None else self.tokenizer.decode([token]))

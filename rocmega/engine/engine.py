@@ -1,0 +1,299 @@
+"""Requests that join and leave a running batch: who runs when, in which pages.
+
+A step is one portion of prefill and then one decode step of every request whose prompt is cached, so neither waits long
+for the other. Requests come in by their order. When the pages run out, the one that came last gives its pages back and
+waits; when it comes in again its prompt is prefilled in the same chunks as before, and its answer so far is decoded
+again, token by token. That is slower than prefilling it, but gives the same bits: a request's tokens do not depend on
+what else ran. (Prefill and decode round differently; nothing else in the engine may change a token.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rocmega.cache import PAGE, pages_for
+from rocmega.engine.accept import Acceptor
+from rocmega.engine.prefixes import PrefixTree
+from rocmega.engine.request import Request, check
+from rocmega.errors import RequestError, RocmegaError
+
+if TYPE_CHECKING:
+    from rocmega.runner import Runner
+    from rocmega.tokenizer import Tokenizer
+
+PREFILL_CHUNK = 256
+MAX_WAITING = 4096
+
+
+@dataclass(frozen=True)
+class PageUse:
+    """Pages of the cache: all of them, free ones, those that running requests hold, those kept for later requests.
+
+    A page may be held and kept.
+    """
+
+    total: int
+    free: int
+    held: int
+    kept: int
+
+
+@dataclass
+class Counts:
+    """What has happened since the engine began; `steps` and `tokens` by path, `reasons` why a step fell back."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
+    steps: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)
+
+
+class Engine:
+    """Runs requests over a runner's paged cache, up to `runner.max_rows` at once. Threads may share it.
+
+    path: "auto", "mega" or "standard", as for `rocmega.LLM`. prefill_chunk: how many tokens of a prompt one step
+    caches, a multiple of the page's 64; also the grain in which prompts share their beginning. max_waiting: how many
+    requests may wait for a row. tokenizer: gives answers their text, and is needed for stop texts. seed: of requests
+    that have none; None draws one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        path: str = "auto",
+        prefill_chunk: int = PREFILL_CHUNK,
+        max_waiting: int = MAX_WAITING,
+        tokenizer: Tokenizer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if prefill_chunk < PAGE or prefill_chunk % PAGE:
+            raise RequestError(f"prefill_chunk={prefill_chunk}: a multiple of {PAGE} is needed, the page's tokens.")
+        longest = pages_for(runner.max_model_len)
+        if runner.cache.pages < longest:
+            raise RequestError(
+                f"The cache has {runner.cache.pages} pages of {PAGE} tokens, and one request of max_model_len="
+                f"{runner.max_model_len} needs {longest}: give it more, or shorten max_model_len."
+            )
+        self.runner, self.path, self.prefill_chunk, self.max_waiting = runner, path, prefill_chunk, max_waiting
+        self.counts = Counts()
+        self._prefixes = PrefixTree(runner.cache.allocator, prefill_chunk)
+        self._acceptor = Acceptor(runner, tokenizer, secrets.randbits(64) if seed is None else seed)
+        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+
+    # For callers.
+
+    def add(self, request: Request) -> None:
+        """Queues a request; a later `step` takes it in. Raises RequestError if it cannot run, or too many wait."""
+        with self._lock:
+            if len(self._waiting) >= self.max_waiting:
+                raise RequestError(
+                    f"{len(self._waiting)} requests wait already, which is as many as may (max_waiting): try later."
+                )
+            self._prepare(request)
+            self._waiting.append(request)
+
+    def prefill(self, request: Request) -> None:
+        """Takes a request in and caches its prompt now; the next `step` decodes its first token.
+
+        For callers that own the batching. Raises RequestError, with nothing changed, if it cannot run, or if no row or
+        too few pages are free.
+        """
+        with self._lock:
+            self._prepare(request)
+            if len(self._running) == self.runner.max_rows or not self._open(request):
+                raise RequestError(
+                    f"{len(self._running)} of {self.runner.max_rows} rows run and {self.pages().free} pages are free: "
+                    "that is no room for another request. Step until one has finished, or queue it with add()."
+                )
+            self._running.append(request)
+            while request.prefill_left:
+                self._prefill_chunk(request)
+
+    def step(self) -> list[Request]:
+        """One portion of prefill, one token of each running request. Returns the requests that got a token or ended."""
+        with self._lock:
+            self._admit()
+            self._prefill()
+            rows = self._with_room([request for request in self._running if not request.prefill_left])
+            changed = self._decode(rows) if rows else []
+            for request in changed:
+                if request.changed is not None:
+                    request.changed(request)
+        return changed
+
+    def abort(self, requests: Request | Iterable[Request]) -> None:
+        """Ends requests; those that have ended already stay as they are."""
+        with self._lock:
+            for request in [requests] if isinstance(requests, Request) else list(requests):
+                if not request.finished:
+                    request.finish_reason = "abort"
+                    self._remove(request)
+
+    def fail(self, error: RocmegaError) -> list[Request]:
+        """Ends everything with an error, after a step that could not be done. Returns the requests that this ended."""
+        with self._lock:
+            ended = [*self._running, *self._waiting]
+            for request in ended:
+                request.error = error
+                self._remove(request)
+            self._prefixes.clear()
+        return ended
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._waiting)
+
+    def pages(self) -> PageUse:
+        """Who has the cache's pages."""
+        with self._lock:
+            cache = self.runner.cache
+            held = {page for request in self._running for page in self._pages_of(request)}
+            return PageUse(cache.pages, cache.allocator.available, len(held), self._prefixes.pages)
+
+    def forget_prefixes(self) -> None:
+        """Gives back the pages kept for later requests."""
+        with self._lock:
+            self._prefixes.clear()
+
+    # Coming and going.
+
+    def _prepare(self, request: Request) -> None:
+        check(request.prompt_token_ids, request.sampling, self.runner)
+        number = next(self._numbers)
+        request.request_id = request.request_id or str(number)
+        self._acceptor.prepare(request, number)
+        self.counts.prompt_tokens += len(request.prompt_token_ids)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.runner.max_rows and self._open(self._waiting[0]):
+            self._running.append(self._waiting.popleft())
+
+    def _open(self, request: Request) -> bool:
+        """Gives a request pages for its tokens, some of which may be there; False, and nothing, if there are too few.
+
+        A page is left for each running request that will need more, lest it come in only to be thrown out.
+        """
+        cache = self.runner.cache
+        node, shared = self._prefixes.match(request.prompt_token_ids[:-1])
+        sequence = self.runner.sequence()
+        cache.adopt(sequence.number, shared)  # before there is room made by evicting them
+        growing = sum(len(self._pages_of(other)) < pages_for(other.longest) for other in self._running)
+        if not self._make_room(pages_for(request.length) - len(shared) + growing):
+            sequence.close()
+            return False
+        cache.grow(sequence.number, request.length)
+        sequence.length = len(shared) * PAGE
+        request.sequence, request.prefix = sequence, node
+        if not request.preemptions:
+            request.reused_tokens = sequence.length
+            self.counts.reused_tokens += sequence.length
+        return True
+
+    def _make_room(self, pages: int) -> bool:
+        """Whether so many pages are free, if need be after letting go of kept prefixes."""
+        allocator = self.runner.cache.allocator
+        while allocator.available < pages and self._prefixes.evict():
+            pass
+        return allocator.available >= pages
+
+    def _preempt(self, request: Request) -> None:
+        self._remove(request)
+        self._waiting.appendleft(request)
+        request.preemptions += 1
+        self.counts.preemptions += 1
+
+    def _remove(self, request: Request) -> None:
+        if request.sequence is not None:
+            request.sequence.close()
+            request.sequence = None
+        if request in self._running:
+            self._running.remove(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.finished:
+            self.counts.finished["error" if request.error else str(request.finish_reason)] += 1
+
+    def _pages_of(self, request: Request) -> list[int]:
+        return [] if request.sequence is None else self.runner.cache.pages_of(request.sequence.number)
+
+    # Running.
+
+    def _prefill(self) -> None:
+        """Up to prefill_chunk tokens, in the order of requests; chunks are not cut to fit."""
+        left = self.prefill_chunk
+        for request in self._running:
+            while request.prefill_left and left > 0:
+                left -= self._prefill_chunk(request)
+
+    def _prefill_chunk(self, request: Request) -> int:
+        """The next chunk of a prompt. Chunks lie at multiples of their size: those of equal prompts are the same."""
+        start = time.perf_counter()
+        sequence = request.sequence
+        assert sequence is not None
+        begin = sequence.length
+        count = min(self.prefill_chunk, request.prefill_left)
+        tokens = request.prompt_token_ids[begin : begin + count]
+        self.runner.prefill(sequence, tokens)
+        if count == self.prefill_chunk:
+            pages = self._pages_of(request)[begin // PAGE : (begin + count) // PAGE]
+            request.prefix = self._prefixes.insert(request.prefix, tokens, pages)
+        self.counts.prefill_seconds += time.perf_counter() - start
+        return count
+
+    def _with_room(self, rows: list[Request]) -> list[Request]:
+        """The rows that have a page for their next token, which may cost those that came last theirs."""
+        for request in rows:
+            while request.sequence is not None and not self._grow(request):
+                self._preempt(self._running[-1])
+        return [request for request in rows if request.sequence is not None]
+
+    def _grow(self, request: Request) -> bool:
+        assert request.sequence is not None
+        missing = pages_for(request.sequence.length + 1) - len(self._pages_of(request))
+        if not self._make_room(max(0, missing)):
+            return False
+        self.runner.cache.grow(request.sequence.number, request.sequence.length + 1)
+        return True
+
+    def _decode(self, rows: list[Request]) -> list[Request]:
+        start = time.perf_counter()
+        inputs: list[Any] = [(r.sequence, r.token(r.sequence.length)) for r in rows if r.sequence is not None]
+        result = self.runner.step(inputs, self.path, logits=any(self._acceptor.wants_logits(r) for r in rows))
+        path = result.decision.path
+        self.counts.steps[path] += 1
+        self.counts.reasons.update(result.decision.reasons)
+        changed = []
+        for row, request in enumerate(rows):
+            if request.sequence is None or request.sequence.length < request.length:
+                continue  # decoded again after a preemption: what comes next is known
+            logits = None if result.logits is None else result.logits[row]
+            self._acceptor.accept(request, result.tokens[row], logits)
+            request.mega_tokens += path == "mega"
+            self.counts.tokens[path] += 1
+            changed.append(request)
+            if request.finished:
+                self._remove(request)
+        self.counts.decode_seconds += time.perf_counter() - start
+        return changed

@@ -1,0 +1,97 @@
+"""An engine that steps in a thread of its own, for callers that must not wait: servers and coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+from rocmega.engine.engine import Engine
+from rocmega.engine.request import Request
+from rocmega.errors import RocmegaError
+from rocmega.outputs import RequestOutput
+
+
+class EngineThread:
+    """Steps an engine while it has requests. Begins with the first of them; `close` ends it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._work = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RequestError as `Engine.add` does."""
+        with self._work:
+            if self._closing:
+                raise RocmegaError("The engine has been closed: it takes no more requests.")
+            self.engine.add(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rocmega-engine", daemon=True)
+                self._thread.start()
+            self._work.notify()
+
+    async def stream(self, request: Request) -> AsyncIterator[RequestOutput]:
+        """The request's answer as it grows, and as it ends.
+
+        Who is slow misses states in between, but no tokens: each holds all of the answer so far, and only the last is
+        kept. Who leaves early ends the request.
+        """
+        loop = asyncio.get_running_loop()
+        latest: asyncio.Queue[RequestOutput | RocmegaError] = asyncio.Queue()
+
+        def put(state: RequestOutput | RocmegaError) -> None:
+            while not latest.empty():
+                latest.get_nowait()
+            latest.put_nowait(state)
+
+        def changed(request: Request) -> None:
+            try:
+                loop.call_soon_threadsafe(put, request.error or request.output())
+            except RuntimeError:  # the loop has been closed: nobody reads any more
+                self.engine.abort(request)
+
+        request.changed = changed
+        self.submit(request)
+        try:
+            while True:
+                state = await latest.get()
+                if isinstance(state, RocmegaError):
+                    raise state
+                yield state
+                if state.finished:
+                    return
+        finally:
+            self.engine.abort(request)
+
+    def close(self) -> None:
+        """Ends the thread after the step it is in; requests that are left end with an error."""
+        with self._work:
+            self._closing = True
+            self._work.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._fail(RocmegaError("The engine was closed before the request had ended."))
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                self.engine.step()
+            except RocmegaError as error:
+                self._fail(error)
+            except Exception as error:  # a bug, or a device that is gone: callers must hear of it, not wait for ever
+                failed = RocmegaError(f"The step could not be done: {type(error).__name__}: {error}")
+                failed.__cause__ = error
+                self._fail(failed)
+
+    def _wait_for_work(self) -> bool:
+        with self._work:
+            while not self._closing and not (self.engine.running or self.engine.waiting):
+                self._work.wait()
+            return not self._closing
+
+    def _fail(self, error: RocmegaError) -> None:
+        for request in self.engine.fail(error):
+            if request.changed is not None:
+                request.changed(request)

@@ -1,0 +1,83 @@
+"""A runner without a model: its next token depends on everything that the cache's pages hold of a request."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+
+from rocmega.cache import PAGE, CacheSpec, PagedCache, TorchMemory
+from rocmega.errors import RequestError
+from rocmega.policy import Decision
+
+VOCAB = 97
+SPEC = CacheSpec(latent_dim=1, index_dim=1, full_index=(False,), dtype=torch.float32)
+
+
+def next_token(tokens) -> int:
+    """What this "model" says after some tokens."""
+    return hash(tuple(tokens)) % VOCAB  # of integers: the same in every process
+
+
+class Sequence:
+    def __init__(self, runner, number):
+        self.runner, self.number, self.length = runner, number, 0
+
+    def close(self):
+        self.runner.cache.release(self.number)
+        self.length = 0
+
+
+class FakeRunner:
+    """As much of Runner as the engine uses. Keeps tokens where a model would keep latents, in plain lists."""
+
+    eos_token_ids = frozenset()
+    vocab_size = VOCAB
+    context_limit = 1 << 20
+
+    def __init__(self, max_rows=4, max_model_len=4 * PAGE, pages=12):
+        self.max_rows, self.max_model_len = max_rows, max_model_len
+        self.cache = PagedCache(SPEC, pages, TorchMemory())
+        self.memory = [[-1] * PAGE for _ in range(pages)]
+        self.numbers = itertools.count()
+        self.steps = 0
+        self.prefilled = []
+
+    def sequence(self):
+        return Sequence(self, next(self.numbers))
+
+    def prefill(self, sequence, tokens):
+        self.prefilled.append(len(tokens))
+        self.cache.grow(sequence.number, sequence.length + len(tokens))
+        for token in tokens:
+            self._write(sequence, token)
+
+    def step(self, rows, path="auto", *, logits=False):
+        if not 1 <= len(rows) <= self.max_rows:
+            raise RequestError(f"{len(rows)} rows")
+        self.steps += 1
+        for sequence, token in rows:
+            self._write(sequence, token)
+        tokens = [next_token(self._read(sequence)) for sequence, _ in rows]
+        values = torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float() * 3 if logits else None
+        return SimpleNamespace(decision=Decision("mega"), tokens=tokens, logits=values)
+
+    def _write(self, sequence, token):
+        page = self.cache.pages_of(sequence.number)[sequence.length // PAGE]
+        # Whoever writes into a page that another one holds would change his tokens.
+        assert self.cache.allocator.holders(page) == 1, "a shared page is written"
+        self.memory[page][sequence.length % PAGE] = token
+        sequence.length += 1
+
+    def _read(self, sequence):
+        pages = self.cache.pages_of(sequence.number)
+        return list(itertools.chain.from_iterable(self.memory[page] for page in pages))[: sequence.length]
+
+
+def solo(prompt, count):
+    """The answer of a request that runs alone."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
