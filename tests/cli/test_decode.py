@@ -63,7 +63,6 @@ BAD = {
     "out of range": (["--tokens", "1,512"], "0 to 511"),
     "negative": (["--tokens", "-1"], "token -1"),
     "text without tokenizer": (["--prompt", "hello"], "tokenizer.json"),
-    "too many rows": (["--tokens", "1", "--tokens", "2", "--max-rows", "1"], "max_rows=1"),
     "rows nobody can run": (["--tokens", "1", "--max-rows", "17"], "max_rows=17"),
     "too long": (["--tokens", "1,2,3", "--max-model-len", "7"], "longest context of 7"),
     "context past the model": (["--tokens", "1", "--max-model-len", "4097"], "2 to 4096"),
