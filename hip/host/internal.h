@@ -10,11 +10,12 @@ extern Launch launch;  // the one that runs
 extern Result result;
 extern Wave* waves;
 extern Fiber* fibers;
-extern int n_waves, n_fibers, alive;  // alive: fibers that have not ended
+extern int n_waves, n_fibers, n_xcds, alive;  // alive: fibers that have not ended
 
 const char* stage_name(uint32_t stage);
-void* allocate(size_t bytes);  // zeroed; give back with free
-void* map(size_t bytes);       // zeroed, made of memory only where it is touched
+const char* block_name(int index);  // "block 3", with its rank where several run here
+void* allocate(size_t bytes);       // zeroed; give back with free
+void* map(size_t bytes);            // zeroed, made of memory only where it is touched
 void unmap(void* p, size_t bytes);
 
 // scheduler.cpp

@@ -34,10 +34,10 @@ void release_fibers() {
 
 // Kept from launch to launch while the shape is the same.
 void make_fibers() {
-  int wanted = launch.blocks * launch.threads;
-  if (made_blocks == (int)launch.blocks && made_fibers == wanted) return;
+  int blocks_wanted = launch.ranks * launch.blocks, wanted = blocks_wanted * launch.threads;
+  if (made_blocks == blocks_wanted && made_fibers == wanted) return;
   release_fibers();
-  n_blocks = launch.blocks, n_fibers = wanted, n_waves = wanted / LANES;
+  n_blocks = blocks_wanted, n_fibers = wanted, n_waves = wanted / LANES;
   blocks = (Block*)allocate(n_blocks * sizeof(Block));
   waves = (Wave*)allocate(n_waves * sizeof(Wave));
   fibers = (Fiber*)allocate(n_fibers * sizeof(Fiber));
@@ -49,8 +49,10 @@ void make_fibers() {
 void start_fibers() {
   alive = n_fibers;
   for (int b = 0; b < n_blocks; ++b) {
-    blocks[b].index = b, blocks[b].xcd = b % launch.xcds, blocks[b].arrived = 0, blocks[b].era = 1;
-    lds_start(blocks[b]);
+    Block& block = blocks[b];
+    block.index = b, block.rank = b / launch.blocks, block.id = b % launch.blocks;
+    block.xcd = block.rank * launch.xcds + block.id % launch.xcds, block.arrived = 0, block.era = 1;
+    lds_start(block);
   }
   for (int i = 0; i < n_waves; ++i) {
     Wave& w = waves[i];
@@ -73,7 +75,7 @@ bool overflowed(int fiber) { return has_canaries() && fiber < n_fibers && *(uint
 
 void report_overflow(int fiber) {
   const Fiber& f = fibers[fiber];
-  report("block %d stage %s task %u thread %d overflowed its stack of %zu bytes", f.wave->block->index,
+  report("%s stage %s task %u thread %d overflowed its stack of %zu bytes", block_name(f.wave->block->index),
          stage_name(f.place.stage), f.place.task, f.thread, (size_t)launch.stack_bytes);
 }
 
@@ -88,7 +90,7 @@ void on_fault(int, siginfo_t* info, void*) {
   char where[300];
   describe_address(at, where, sizeof where);
   bool raw = (uint64_t)(at - window) < window_bytes;
-  report("block %d stage %s task %u touches %s%s", self->wave->block->index, stage_name(self->place.stage),
+  report("%s stage %s task %u touches %s%s", block_name(self->wave->block->index), stage_name(self->place.stage),
          self->place.task, where, raw ? " past the accessors" : "");
   give_up();
 }
@@ -113,6 +115,18 @@ const char* stage_name(uint32_t stage) {
   if (stage < launch.n_stages) return launch.stages[stage];
   char* text = numbers[at++ % 4];
   snprintf(text, sizeof numbers[0], "%u", stage);
+  return text;
+}
+
+const char* block_name(int index) {
+  static char names[4][32];
+  static int at;
+  char* text = names[at++ % 4];
+  int of_rank = launch.blocks;
+  if (launch.ranks == 1)
+    snprintf(text, sizeof names[0], "block %d", index);
+  else
+    snprintf(text, sizeof names[0], "rank %d block %d", index / of_rank, index % of_rank);
   return text;
 }
 
@@ -144,6 +158,7 @@ extern "C" void rocmega_host_launch(const Launch* wanted, Result* out) {
   launch = *wanted;
   memset(&result, 0, sizeof result);
   checking = launch.flags & CHECK;
+  launch_blocks = launch.blocks, n_xcds = launch.ranks * launch.xcds;
   window = launch.arena->window, data = launch.arena->data, window_bytes = launch.arena->bytes;
   make_fibers();
   start_fibers();

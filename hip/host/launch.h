@@ -4,7 +4,7 @@
 
 namespace host {
 
-constexpr uint32_t HOST_ABI = 1;
+constexpr uint32_t HOST_ABI = 2;
 
 struct Writer {  // who last stored a word
   uint16_t block, thread, stage, unused;
@@ -16,6 +16,7 @@ struct Region {
   uint64_t offset, bytes;  // in the arena
   uint32_t* epochs;        // of every word; this and the next are made by the first checked launch, with mmap
   Writer* writers;
+  uint64_t peers;  // other ranks write it
 };
 
 // All shared memory of a process: two equal ranges of addresses, of which kernels know the first and may not touch it.
@@ -28,15 +29,16 @@ struct Arena {
   uint64_t count;
 };
 
-enum Flags : uint32_t { CHECK = 1, WATCH_WAITS = 2 };
+// PEERS: other processes write some of the memory, so a wait that nobody here can end may end.
+enum Flags : uint32_t { CHECK = 1, WATCH_WAITS = 2, PEERS = 4 };
 
 struct Launch {
   void (*kernel)(const void*);
-  const void* argument;
+  const void* const* arguments;  // of each rank that runs here
   const Arena* arena;
-  const char* const* stages;  // names for reports
-  uint32_t n_stages, serial;  // serial: grows with every launch of the process, from 1
-  uint32_t blocks, threads, xcds, flags;
+  const char* const* stages;                     // names for reports
+  uint32_t n_stages, serial;                     // serial: grows with every launch of the process, from 1
+  uint32_t ranks, blocks, threads, xcds, flags;  // blocks and xcds: of a rank
   uint64_t seed;
   double patience;  // seconds that a wait which can never end is left to the kernel's own limit, without WATCH_WAITS
   char* stacks;     // one for each thread, and inaccessible memory below
@@ -46,8 +48,8 @@ struct Launch {
 struct Result {
   uint64_t turns, switches, reports;
   double seconds;
-  uint32_t finished, stuck;                     // stuck: the report is of a wait that can never end
-  uint32_t block, stage, task, expected, seen;  // of that wait
+  uint32_t finished, stuck;                           // stuck: the report is of a wait that can never end
+  uint32_t rank, block, stage, task, expected, seen;  // of that wait; rank: which of those that run here
   char report[1500];
 };
 

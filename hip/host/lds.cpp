@@ -60,9 +60,9 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
   if (wrote || read || changed) {
     constexpr const char* DOES[] = {"reads", "writes", "changes atomically"};
     report(
-        "LDS race: block %d stage %s task %u thread %d %s %s[%u], which another thread %s in stage %s task %u with "
+        "LDS race: %s stage %s task %u thread %d %s %s[%u], which another thread %s in stage %s task %u with "
         "no barrier between",
-        b.index, stage_name(self->place.stage), self->place.task, me - 1, DOES[access], name, index,
+        block_name(b.index), stage_name(self->place.stage), self->place.task, me - 1, DOES[access], name, index,
         wrote  ? "wrote"
         : read ? "read"
                : "changed atomically",
@@ -74,8 +74,9 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
 }
 
 void lds_outside(const char* name, uint32_t index, uint32_t size) {
-  report("block %d stage %s task %u thread %d: %s[%u] of an array of %u words (or not 16 bytes aligned)",
-         self->wave->block->index, stage_name(self->place.stage), self->place.task, self->thread, name, index, size);
+  report("%s stage %s task %u thread %d: %s[%u] of an array of %u words (or not 16 bytes aligned)",
+         block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task, self->thread, name,
+         index, size);
   give_up();
 }
 

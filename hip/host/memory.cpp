@@ -50,7 +50,7 @@ struct Spot {
   uint64_t word;
 };
 
-constexpr uint32_t MAX_XCDS = 64;
+constexpr int MAX_XCDS = 64;  // of all ranks; the driver sees to it
 Cache l2[MAX_XCDS];
 Habits habits;
 
@@ -135,7 +135,7 @@ Line* fill_line(Cache& cache, Region* r, uint64_t word) {
 
 // Any XCD may fetch any line at any time (for a neighbour in the line, say); the nastiest is just before it changes.
 void before_change(Region* r, uint64_t word) {
-  if ((int)random(256) < habits.fetch) fill_line(l2[random(launch.xcds)], r, word);
+  if ((int)random(256) < habits.fetch) fill_line(l2[random(n_xcds)], r, word);
 }
 
 void write_memory(Region* r, uint64_t word, Word v) {
@@ -226,7 +226,7 @@ Word load_word(const Fiber& f, Spot at, Scope scope) {
   Cache& cache = l2[f.wave->block->xcd];
   uint32_t i = at.word % LINE;
   Line* line = find_line(cache, at.region, at.word);
-  if (scope == DEVICE_SCOPE) {
+  if (scope != PLAIN) {
     if (line && line->dirty >> i & 1) return {line->data[i], line->epoch[i]};
     return {memory_of(at.region, at.word), at.region->epochs[at.word]};
   }
@@ -237,8 +237,8 @@ Word load_word(const Fiber& f, Spot at, Scope scope) {
 void explain(Spot at, char* text, size_t size) {
   const Writer& w = at.region->writers[at.word];
   int n = w.launch == 0 ? snprintf(text, size, "never written by a kernel")
-                        : snprintf(text, size, "last written by block %d stage %s task %u for epoch %u%s", w.block,
-                                   stage_name(w.stage), w.task, w.epoch,
+                        : snprintf(text, size, "last written by %s stage %s task %u for epoch %u%s",
+                                   block_name(w.block), stage_name(w.stage), w.task, w.epoch,
                                    w.launch == launch.serial ? "" : " of an earlier launch");
   for (int i = 0; i < n_waves; ++i)
     for (size_t j = 0; j < waves[i].stores->count; ++j) {
@@ -247,10 +247,10 @@ void explain(Spot at, char* text, size_t size) {
       snprintf(text + n, size - n, ", not drained from wave %d", waves[i].index);
       return;
     }
-  for (uint32_t x = 0; x < launch.xcds; ++x) {
+  for (int x = 0; x < n_xcds; ++x) {
     Line* line = find_line(l2[x], at.region, at.word);
     if (line && line->dirty >> at.word % LINE & 1)
-      snprintf(text + n, size - n, ", a plain store that XCD %u has not released", x);
+      snprintf(text + n, size - n, ", a plain store that XCD %d has not released", x);
   }
 }
 
@@ -259,9 +259,9 @@ void note_writer(Spot at, uint32_t epoch) {
   const Place& place = self->place;
   uint16_t block = self->wave->block->index, thread = self->thread;
   if (epoch && w.launch == launch.serial && w.epoch == epoch && (w.block != block || w.thread != thread))
-    report("block %d stage %s task %u stores byte %llu of %s for epoch %u, which block %d stage %s task %u stored too",
-           block, stage_name(place.stage), place.task, (unsigned long long)at.word * 4, at.region->name, epoch, w.block,
-           stage_name(w.stage), w.task);
+    report("%s stage %s task %u stores byte %llu of %s for epoch %u, which %s stage %s task %u stored too",
+           block_name(block), stage_name(place.stage), place.task, (unsigned long long)at.word * 4, at.region->name,
+           epoch, block_name(w.block), stage_name(w.stage), w.task);
   w = {block, thread, (uint16_t)place.stage, 0, place.task, epoch, launch.serial};
 }
 
@@ -271,18 +271,19 @@ void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
   if (wanted != ANY) snprintf(what, sizeof what, "epoch %u", wanted);
   const Writer& w = at.region->writers[at.word];
   bool stale = scope == PLAIN && at.region->epochs[at.word] == (wanted == ANY ? w.epoch : wanted);
-  report("%s load by block %d (XCD %d) stage %s task %u wants %s of byte %llu of %s and gets that of epoch %u: %s%s",
-         scope == PLAIN ? "plain" : "device", self->wave->block->index, self->wave->block->xcd,
-         stage_name(self->place.stage), self->place.task, what, (unsigned long long)at.word * 4, at.region->name, got,
-         why, stale ? ", a stale line: no acquire" : "");
+  report("%s load by %s (XCD %d) stage %s task %u wants %s of byte %llu of %s and gets that of epoch %u: %s%s",
+         scope == PLAIN          ? "plain"
+         : scope == DEVICE_SCOPE ? "device"
+                                 : "system",
+         block_name(self->wave->block->index), self->wave->block->xcd, stage_name(self->place.stage), self->place.task,
+         what, (unsigned long long)at.word * 4, at.region->name, got, why, stale ? ", a stale line: no acquire" : "");
 }
 
 }  // namespace
 
 void memory_start(Habits h) {
   habits = h;
-  if (launch.xcds > MAX_XCDS) launch.xcds = MAX_XCDS;
-  for (uint32_t x = 0; x < launch.xcds; ++x) {
+  for (int x = 0; x < n_xcds; ++x) {
     if (!l2[x].buckets) l2[x].buckets = (Line**)map(BUCKETS * sizeof(Line*));
     memset(l2[x].buckets, 0, BUCKETS * sizeof(Line*));
     l2[x].n_listed = 0;
@@ -297,7 +298,7 @@ void memory_start(Habits h) {
 
 void memory_tick() {
   if ((int)random(256) < habits.evict) {
-    Cache& cache = l2[random(launch.xcds)];
+    Cache& cache = l2[random(n_xcds)];
     if (cache.n_listed) flush_line(cache.listed[random(cache.n_listed)], true, true);
   }
   if ((int)random(256) < habits.arrive) arrive_some(waves[random(n_waves)]);
@@ -316,7 +317,7 @@ bool memory_settle() {
 void memory_finish() {
   habits.fetch = 0;
   for (int i = 0; i < n_waves; ++i) arrive_all(waves[i]);
-  for (uint32_t x = 0; x < launch.xcds; ++x) flush_lines(l2[x], true, true);
+  for (int x = 0; x < n_xcds; ++x) flush_lines(l2[x], true, true);
 }
 
 void explain_word(const void* p, char* text, size_t size) {
@@ -324,7 +325,16 @@ void explain_word(const void* p, char* text, size_t size) {
   if (checking) explain(spot_of(p, 1), text, size);
 }
 
+void check_scope(const void* p, Scope scope) {
+  Spot at = spot_of(p, 1);
+  if (!at.region->peers || scope == SYSTEM_SCOPE) return;
+  report("%s stage %s task %u accesses byte %llu of %s, which other ranks write, with less than system scope",
+         block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task,
+         (unsigned long long)at.word * 4, at.region->name);
+}
+
 void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoch) {
+  check_scope(p, scope);
   Spot at = spot_of(p, words);
   for (int i = 0; i < words; i += 2) {  // 8 bytes travel together, 16 may be torn
     Store s{at.region, at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope, (uint8_t)self->lane};
@@ -338,6 +348,7 @@ void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoc
 }
 
 void checked_load(const void* p, void* v, int words, Scope scope, uint32_t epoch) {
+  check_scope(p, scope);
   Spot at = spot_of(p, words);
   maybe_yield();
   for (int i = 0; i < words; ++i) {
@@ -359,9 +370,9 @@ void check_tag(const void* p, uint32_t tag) {
   Spot at = spot_of(p, 2);
   const Writer& w = at.region->writers[at.word + 1];
   if (w.launch && (int)(tag - w.epoch) <= 0)
-    report("block %d stage %s task %u stores tag %u where block %d stage %s task %u stored tag %u: epochs must grow",
-           self->wave->block->index, stage_name(self->place.stage), self->place.task, tag, w.block, stage_name(w.stage),
-           w.task, w.epoch);
+    report("%s stage %s task %u stores tag %u where %s stage %s task %u stored tag %u: epochs must grow",
+           block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task, tag,
+           block_name(w.block), stage_name(w.stage), w.task, w.epoch);
 }
 
 void drain() {

@@ -236,8 +236,8 @@ void mma(MmaKind kind, const uint32_t* a, const uint32_t* b, AccValues& acc) {
   Product& p = q.ring[number % RING];
   if (!p.lanes) p.kind = kind;
   if (p.kind != kind) {
-    report("block %d wave %d stage %s task %u: lanes meet in products of different kinds", self->wave->block->index,
-           self->wave->index, stage_name(self->place.stage), self->place.task);
+    report("%s wave %d stage %s task %u: lanes meet in products of different kinds",
+           block_name(self->wave->block->index), self->wave->index, stage_name(self->place.stage), self->place.task);
     give_up();
   }
   p.acc[lane] = &acc, q.noted[lane] = number + 1;

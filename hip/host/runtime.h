@@ -18,7 +18,7 @@ struct Place {
   uint32_t stage, task, epoch;
 };
 
-enum Scope : uint8_t { PLAIN, DEVICE_SCOPE };
+enum Scope : uint8_t { PLAIN, DEVICE_SCOPE, SYSTEM_SCOPE };
 
 struct LdsShadow {  // who touched a word since the last barrier; see lds.cpp
   uint32_t era, wave_era;
@@ -28,8 +28,8 @@ struct LdsShadow {  // who touched a word since the last barrier; see lds.cpp
 };
 
 struct Block {
-  int index, xcd, arrived;  // arrived: threads at the barrier
-  uint32_t era;             // barriers passed
+  int index, rank, id, xcd, arrived;  // index: of all ranks' blocks; id: of its rank's; arrived: threads at the barrier
+  uint32_t era;                       // barriers passed
   uint32_t* lds;
   LdsShadow* shadow;
 };
@@ -63,9 +63,9 @@ struct Fiber {
 };
 
 extern Fiber* self;
-extern int n_blocks;
-extern bool checking;            // the memory model and the LDS check are on
-extern uint64_t turns, changes;  // changes: of anything a spinning thread could notice
+extern int n_blocks, launch_blocks;  // of all ranks that run here, and of one: what its kernel sees
+extern bool checking;                // the memory model and the LDS check are on
+extern uint64_t turns, changes;      // changes: of anything a spinning thread could notice
 
 void pause();
 void maybe_yield();
@@ -130,10 +130,11 @@ void check_tag(const void* p, uint32_t tag);         // tags of a pair only grow
 void peek(const Fiber&, const void* p, void* pair);  // what this thread would see now
 HOST_COLD void spins_without_pause();
 extern uint32_t polls_in_turn;
+void check_scope(const void* p, Scope);  // memory that other ranks write is for system scope
 
-inline void poll(const void* p, void* pair, uint32_t wanted) {
+inline void poll(const void* p, void* pair, uint32_t wanted, Scope scope) {
   if (checking)
-    peek(*self, p, pair);
+    check_scope(p, scope), peek(*self, p, pair);
   else
     memcpy(pair, data_of(p), 8);
   if (++polls_in_turn > 1u << 24) spins_without_pause();

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "fiber.h"
 #include "internal.h"
@@ -10,7 +11,7 @@
 namespace host {
 
 Fiber* self;
-int n_blocks, n_waves, n_fibers;
+int n_blocks, launch_blocks, n_waves, n_fibers, n_xcds;
 bool checking;
 uint64_t turns, changes;
 uint16_t watched[WATCH];
@@ -136,9 +137,22 @@ double seconds_now() {
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
+// A look at what other processes may have stored, and now and then a poll of everybody: kernels count polls, and every 64 look
+// whether somebody gave up. False if nobody spins.
+bool wait_for_peers() {
+  constexpr int LOOKS = 10, MICROSECONDS = 100;  // so a wait of s seconds makes 1000 s polls at most
+  for (int look = 0; look < LOOKS; ++look) {
+    ++changes;
+    if (wake_spinners(false)) return true;
+    usleep(MICROSECONDS);
+  }
+  return wake_all();
+}
+
 // Nobody can go on by itself. Those who do not poll a pair get another look first; then, unless such waits are to be
 // reported, all may poll until the kernel's own limit, for a while.
 void nobody_can_go_on() {
+  if (launch.flags & PEERS && wait_for_peers()) return;
   if (last_chance != changes) {
     last_chance = changes, stuck_since = 0;
     if (watch_all && wake_all()) return;
@@ -178,7 +192,7 @@ __attribute__((noinline)) Fiber* next_turn() {
 }
 
 void fiber_main() {
-  launch.kernel(launch.argument);
+  launch.kernel(launch.arguments[self->wave->block->rank]);
   self->wave->ready &= ~bit(), --alive;
   for (;;) reschedule();
 }
@@ -238,7 +252,7 @@ void block_barrier() {
 void meet(Collective collective) {
   Wave& w = *self->wave;
   if (w.meeting && w.collective != collective) {
-    report("block %d wave %d stage %s task %u: lanes meet in different collectives", w.block->index, w.index,
+    report("%s wave %d stage %s task %u: lanes meet in different collectives", block_name(w.block->index), w.index,
            stage_name(self->place.stage), self->place.task);
     give_up();
   }

@@ -58,7 +58,7 @@ void describe_address(const void* p, char* text, size_t size) {
 void bad_access(const void* p) {
   char where[300];
   describe_address(p, where, sizeof where);
-  report("block %d stage %s task %u loads or stores %s", self->wave->block->index, stage_name(self->place.stage),
+  report("%s stage %s task %u loads or stores %s", block_name(self->wave->block->index), stage_name(self->place.stage),
          self->place.task, where);
   give_up();
 }

@@ -27,7 +27,7 @@ const Fiber* last_spinner(int except) {
 }
 
 int say_who(const Fiber& f, char* text, size_t size) {
-  return snprintf(text, size, " block %d thread %d stage %s task %u epoch %u waits for ", f.wave->block->index,
+  return snprintf(text, size, " %s thread %d stage %s task %u epoch %u waits for ", block_name(f.wave->block->index),
                   f.thread, stage_name(f.place.stage), f.place.task, f.place.epoch);
 }
 
@@ -65,14 +65,15 @@ void describe_stuck() {
         say_companions(*first, text + n, sizeof text - n);
       }
   if (first && !result.reports) {
-    result.stuck = 1, result.block = first->wave->block->index, result.stage = first->place.stage;
+    result.stuck = 1, result.rank = first->wave->block->rank, result.block = first->wave->block->id,
+    result.stage = first->place.stage;
     result.task = first->place.task, result.expected = first->wanted, result.seen = first->seen[1];
   }
   report("%s", text);
 }
 
 void spins_without_pause() {
-  report("block %d stage %s task %u polls again and again without pause()", self->wave->block->index,
+  report("%s stage %s task %u polls again and again without pause()", block_name(self->wave->block->index),
          stage_name(self->place.stage), self->place.task);
   give_up();
 }

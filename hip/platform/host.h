@@ -15,8 +15,8 @@ constexpr int WIDTH = 64, WAVES = 4;
 static_assert(WIDTH == host::LANES, "");
 
 DEVICE int thread_id() { return host::self->thread; }
-DEVICE int block_id() { return host::self->wave->block->index; }
-DEVICE int n_blocks() { return host::n_blocks; }
+DEVICE int block_id() { return host::self->wave->block->id; }
+DEVICE int n_blocks() { return host::launch_blocks; }
 DEVICE int wave_id() { return host::self->wave->index; }
 DEVICE int lane_id() { return host::self->lane; }
 DEVICE int xcc_id() { return host::self->wave->block->xcd; }
@@ -102,10 +102,10 @@ DEVICE Vec4 load_weights(const void* p) {
 
 template <class T> DEVICE void store_plain(T* p, T v, u32 epoch) { host::store<host::PLAIN>(p, v, epoch); }
 template <class T> DEVICE void store_device(T* p, T v, u32 epoch) { host::store<host::DEVICE_SCOPE>(p, v, epoch); }
-template <class T> DEVICE void store_system(T* p, T v, u32 epoch) { host::store<host::DEVICE_SCOPE>(p, v, epoch); }
+template <class T> DEVICE void store_system(T* p, T v, u32 epoch) { host::store<host::SYSTEM_SCOPE>(p, v, epoch); }
 template <class T> DEVICE T load_plain(const T* p, u32 epoch) { return host::load<host::PLAIN>(p, epoch); }
 template <class T> DEVICE T load_device(const T* p, u32 epoch) { return host::load<host::DEVICE_SCOPE>(p, epoch); }
-template <class T> DEVICE T load_system(const T* p, u32 epoch) { return host::load<host::DEVICE_SCOPE>(p, epoch); }
+template <class T> DEVICE T load_system(const T* p, u32 epoch) { return host::load<host::SYSTEM_SCOPE>(p, epoch); }
 
 DEVICE void store_pair(Pair* p, Pair v) {
   if (host::checking) host::check_tag(p, v.tag);
@@ -113,7 +113,16 @@ DEVICE void store_pair(Pair* p, Pair v) {
 }
 DEVICE Pair load_pair(const Pair* p, u32 tag) {
   Pair v;
-  host::poll(p, &v, tag);
+  host::poll(p, &v, tag, host::DEVICE_SCOPE);
+  return v;
+}
+DEVICE void store_pair_system(Pair* p, Pair v) {
+  if (host::checking) host::check_tag(p, v.tag);
+  store_system(p, v, v.tag);
+}
+DEVICE Pair load_pair_system(const Pair* p, u32 tag) {
+  Pair v;
+  host::poll(p, &v, tag, host::SYSTEM_SCOPE);
   return v;
 }
 DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }

@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import platform
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 ARENA_BYTES = 1 << 38
 GAP = 64 << 10  # inaccessible bytes between regions, at least
 LINE = 128
+_HANDLE = struct.Struct("<4Q")  # process, file descriptor, bytes before the buffer, bytes in all
 STACK_BYTES = 32 << 10  # of a thread; kernels use two or three KB
 STACK_GUARD = 1 << 20
 HUGE_STACKS = 1 << 29  # bytes of stacks in huge pages: one wave has as many stacks as a small TLB has entries
 MAX_REGIONS = 16384
-HOST_ABI = 1
-CHECK, WATCH_WAITS = 1, 2
+HOST_ABI = 2
+CHECK, WATCH_WAITS, PEERS = 1, 2, 4
+MAX_XCDS = 64  # of all ranks that run in one launch
 MAX_BLOCKS = 65535
 COMPUTE_UNITS = 4  # what a persistent kernel gets unless told otherwise: enough for blocks to wait for each other
 
@@ -48,6 +51,7 @@ class _Region(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("epochs", ctypes.c_void_p),
         ("writers", ctypes.c_void_p),
+        ("peers", ctypes.c_uint64),
     ]
 
 
@@ -64,11 +68,12 @@ class _Arena(ctypes.Structure):
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("kernel", ctypes.c_void_p),
-        ("argument", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("arena", ctypes.POINTER(_Arena)),
         ("stages", ctypes.POINTER(ctypes.c_char_p)),
         ("n_stages", ctypes.c_uint32),
         ("serial", ctypes.c_uint32),
+        ("ranks", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
         ("threads", ctypes.c_uint32),
         ("xcds", ctypes.c_uint32),
@@ -88,6 +93,7 @@ class _Result(ctypes.Structure):
         ("seconds", ctypes.c_double),
         ("finished", ctypes.c_uint32),
         ("stuck", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("stage", ctypes.c_uint32),
         ("task", ctypes.c_uint32),
@@ -124,6 +130,7 @@ class Memory:
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._regions = (_Region * MAX_REGIONS)()
+        self._exported: dict[int, tuple[tuple[int, int, int], SharedBuffer]] = {}  # address -> fd, lead, span; buffer
         self._cursor = GAP
         nbytes = ARENA_BYTES
         while True:
@@ -180,34 +187,78 @@ class Memory:
             end = _round_up(region.offset + region.bytes, mmap.PAGESIZE) + GAP
         raise DriverError(f"The host driver has no room left for {span} bytes of shared memory.")
 
-    def allocate(self, name: str, nbytes: int) -> SharedBuffer:
-        """A zeroed region, at the end of its pages so that what lies past it is inaccessible."""
-        import torch
+    def allocate(self, name: str, nbytes: int, *, peers: bool = False) -> SharedBuffer:
+        """A zeroed region, at the end of its pages so that what lies past it is inaccessible.
 
+        peers: other ranks write it, in this process or, by its handle, in others.
+        """
         if nbytes <= 0:
             raise DriverError(f"Shared memory {name!r} needs at least one byte, not {nbytes}.")
+        lead = -nbytes % mmap.PAGESIZE // LINE * LINE
+        span = _round_up(lead + nbytes, mmap.PAGESIZE)
+        fd = os.memfd_create(name[:60] or "shared")  # without a name in any file system: nothing outlives its users
+        try:
+            os.ftruncate(fd, span)
+            buffer = self._enter(name, nbytes, fd, lead, span, peers)
+        except BaseException:
+            os.close(fd)
+            raise
+        if not peers:
+            os.close(fd)
+            return buffer
+
+        def release() -> None:
+            del self._exported[buffer.address]
+            os.close(fd)
+            buffer.close()
+
+        exported = SharedBuffer(name, buffer.address, buffer.tensor, release)
+        self._exported[buffer.address] = (fd, lead, span), exported
+        return exported
+
+    def export(self, buffer: SharedBuffer) -> bytes:
+        """The handle by which `attach` finds a buffer that was allocated for peers."""
+        if buffer.address not in self._exported:
+            raise DriverError(f"The buffer {buffer.name!r} was not allocated for peers and cannot be exported.")
+        return _HANDLE.pack(os.getpid(), *self._exported[buffer.address][0])
+
+    def attach(self, name: str, handle: bytes, nbytes: int) -> SharedBuffer:
+        """The buffer of another process, or of this one, that a handle names."""
+        pid, fd, lead, span = _HANDLE.unpack(handle)
+        if pid == os.getpid():
+            own = next(buffer for place, buffer in self._exported.values() if place == (fd, lead, span))
+            return SharedBuffer(name, own.address, own.tensor, lambda: None)
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        except OSError as error:
+            raise DriverError(
+                f"The memory {name!r} of process {pid} cannot be opened: {error.strerror}. Ranks on the CPU target need "
+                "one machine, one user and one PID namespace (in containers: --pid=host, or all ranks in one)."
+            ) from error
+        try:
+            return self._enter(name, nbytes, opened, lead, span, peers=True)
+        finally:
+            os.close(opened)
+
+    def _enter(self, name: str, nbytes: int, fd: int, lead: int, span: int, peers: bool) -> SharedBuffer:
+        """Puts a file's memory into the arena."""
+        import torch
+
         with self.lock:
             if self.arena.count == MAX_REGIONS:
                 raise DriverError(f"The host driver has room for {MAX_REGIONS} shared buffers; close some.")
-            lead = -nbytes % mmap.PAGESIZE // LINE * LINE
-            span = _round_up(lead + nbytes, mmap.PAGESIZE)
-            fd = os.memfd_create(name[:60] or "shared")
-            try:
-                os.ftruncate(fd, span)
-                start = self._find_place(span)
-                view = mmap.mmap(fd, span)
-                self._map(self.arena.data + start, span, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | 0x10, fd)
-            finally:
-                os.close(fd)
-            self._insert(name, start + lead, nbytes)
+            start = self._find_place(span)
+            view = mmap.mmap(fd, span)
+            self._map(self.arena.data + start, span, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | 0x10, fd)
+            self._insert(name, start + lead, nbytes, peers)
         tensor = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=lead)
         return SharedBuffer(name, self.arena.window + start + lead, tensor, lambda: self._free(start, lead, span))
 
-    def _insert(self, name: str, offset: int, nbytes: int) -> None:
+    def _insert(self, name: str, offset: int, nbytes: int, peers: bool) -> None:
         at, count = bisect.bisect(self._offsets(), offset), self.arena.count
         size, base = ctypes.sizeof(_Region), ctypes.addressof(self._regions)
         ctypes.memmove(base + (at + 1) * size, base + at * size, (count - at) * size)
-        self._regions[at] = _Region(name.encode()[:63], offset, nbytes, None, None)
+        self._regions[at] = _Region(name.encode()[:63], offset, nbytes, None, None, peers)
         self.arena.count = count + 1
 
     def _free(self, start: int, lead: int, span: int) -> None:
@@ -290,6 +341,7 @@ class HostDriver:
 
         self.device = torch.device("cpu")
         self.seed, self.check, self.xcds, self.watch, self.patience = seed or 0, check, xcds, watch, patience
+        self.has_peers = False  # other processes write some of the memory
         self.last_report: LaunchReport | None = None
 
     def facts(self) -> DeviceFacts:
@@ -297,9 +349,19 @@ class HostDriver:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return DeviceFacts(_processor(), self.arch, COMPUTE_UNITS, total, 160 << 10, self.xcds)
 
-    def shared(self, name: str, nbytes: int) -> SharedBuffer:
-        """Zeroed memory that kernels write; `name` appears in reports."""
-        return memory().allocate(name, nbytes)
+    def shared(self, name: str, nbytes: int, *, peers: bool = False) -> SharedBuffer:
+        """Zeroed memory that kernels write; `name` appears in reports. peers: other ranks write it too."""
+        return memory().allocate(name, nbytes, peers=peers)
+
+    def export(self, buffer: SharedBuffer) -> bytes:
+        """A handle by which another process of this machine opens a buffer that was made for peers."""
+        return memory().export(buffer)
+
+    def open(self, name: str, handle: bytes, nbytes: int) -> SharedBuffer:
+        """The buffer that another rank exported, as memory of this process."""
+        buffer = memory().attach(name, handle, nbytes)
+        self.has_peers |= _HANDLE.unpack(handle)[0] != os.getpid()
+        return buffer
 
     def constant(self, tensor: torch.Tensor) -> int:
         """The address of a contiguous CPU tensor that nobody writes during a launch; the caller keeps it alive."""
@@ -327,8 +389,15 @@ class HostDriver:
         stream: Any = None,
     ) -> None:
         """Runs the kernel to its end. Raises what the checker found: StepError for a wait that can never end."""
-        if not 1 <= blocks <= MAX_BLOCKS or threads < 64 or threads % 64:
+        self.launch_ranks(function, [args_address], blocks, threads)
+
+    def launch_ranks(self, function: Function, arguments: Sequence[int], blocks: int, threads: int) -> None:
+        """Runs the kernel for several ranks of this process at once, each with its own argument and `blocks` blocks."""
+        ranks = len(arguments)
+        if not 1 <= blocks * ranks <= MAX_BLOCKS or threads < 64 or threads % 64:
             raise DriverError(f"{blocks} blocks of {threads} threads: a block is one or more waves of 64 threads.")
+        if self.xcds * ranks > MAX_XCDS:
+            raise DriverError(f"{ranks} ranks of {self.xcds} XCDs: the host target models {MAX_XCDS} XCDs in all.")
         module, address = function.handle
         names = (ctypes.c_char_p * max(1, len(function.stages)))(*[s.encode() for s in function.stages])
         watch = self.check if self.watch is None else self.watch
@@ -336,9 +405,10 @@ class HostDriver:
         with mem.lock:
             mem.launches += 1
             launch = _Launch(
-                address, args_address, ctypes.pointer(mem.arena), names, len(function.stages), mem.launches, blocks,
-                threads, self.xcds, CHECK * self.check | WATCH_WAITS * watch, self.seed, self.patience,
-                mem.stacks(blocks * threads * STACK_BYTES), STACK_BYTES,
+                address, (ctypes.c_void_p * ranks)(*arguments), ctypes.pointer(mem.arena), names,
+                len(function.stages), mem.launches, ranks, blocks, threads, self.xcds,
+                CHECK * self.check | WATCH_WAITS * watch | PEERS * self.has_peers, self.seed, self.patience,
+                mem.stacks(ranks * blocks * threads * STACK_BYTES), STACK_BYTES,
             )  # fmt: skip
             module.launch(ctypes.byref(launch), ctypes.byref(result))
         text = result.report.decode(errors="replace")
@@ -352,7 +422,7 @@ class HostDriver:
         more = f" ({result.reports - 1} more reports followed.)" if result.reports > 1 else ""
         if result.stuck:
             stage = function.stage(result.stage)
-            raise StepError(0, result.block, stage, result.task, result.expected, result.seen, f"{text}{more}")
+            raise StepError(result.rank, result.block, stage, result.task, result.expected, result.seen, f"{text}{more}")
         raise DriverError(f"Kernel {function.name} on the host, seed {self.seed}: {text}.{more}")
 
     def synchronize(self) -> None:
