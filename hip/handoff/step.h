@@ -85,7 +85,7 @@ struct Step {
   // One thread waits until a word carries the tag or a later one.
   DEVICE bool wait_flag(const Pair* flag, u32 wanted, Pair& got) {
     for (u32 polls = 0;;) {
-      got = load_pair(flag, wanted);
+      got = load_flag(flag, wanted);
       if ((i32)(got.tag - wanted) >= 0) return true;
       if (!go_on(polls, wanted, got.tag)) return false;
     }

@@ -43,6 +43,7 @@ void memory_tick();    // once per turn: perhaps an eviction, perhaps an arrival
 bool memory_settle();  // a few stores arrive; false if none was on its way
 void memory_finish();  // end of the kernel: everything to memory
 void checked_peek(const Fiber&, const void* p, void* pair);
+void checked_claim(const void* p, bool mine);
 void explain_word(const void* p, char* text, size_t size);
 
 // lds.cpp

@@ -6,16 +6,24 @@ namespace host {
 
 constexpr uint32_t HOST_ABI = 2;
 
-struct Writer {  // who last stored a word
-  uint16_t block, thread, stage, unused;
-  uint32_t task, epoch, launch;  // launch 0: nobody yet
+struct Snapshot;
+struct Readers;
+
+struct History {  // of a word: who stored it last, what came with that, and who has read it since
+  uint16_t block, thread, stage;
+  uint8_t scope;
+  bool tagged, doubtful;                          // doubtful: an older store to it, of another wave, may arrive after it
+  uint32_t task, epoch, launch, clock;            // launch 0: nobody yet; clock: see order.cpp
+  uint32_t read_in, published_in, published_tag;  // launches that the next two are of; the tag that is in memory
+  Readers* readers;
+  const Snapshot* published;
 };
 
 struct Region {
   char name[64];
   uint64_t offset, bytes;  // in the arena
   uint32_t* epochs;        // of every word; this and the next are made by the first checked launch, with mmap
-  Writer* writers;
+  History* history;
   uint64_t peers;  // other ranks write it
 };
 
@@ -50,7 +58,7 @@ struct Result {
   double seconds;
   uint32_t finished, stuck;                           // stuck: the report is of a wait that can never end
   uint32_t rank, block, stage, task, expected, seen;  // of that wait; rank: which of those that run here
-  char report[1500];
+  char report[1500], story[2500];
 };
 
 }  // namespace host

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "internal.h"
+#include "order.h"
 
 namespace host {
 
@@ -16,6 +16,7 @@ struct Store {
   uint32_t count, data[2], epoch;
   Scope scope;
   uint8_t lane;
+  const Snapshot* published;  // tagged words: what their readers learn
 };
 struct StoreQueue {
   size_t count, room;
@@ -44,10 +45,6 @@ struct Cache {
 
 struct Word {
   uint32_t data, epoch;
-};
-struct Spot {
-  Region* region;
-  uint64_t word;
 };
 
 constexpr int MAX_XCDS = 64;  // of all ranks; the driver sees to it
@@ -88,7 +85,7 @@ Spot spot_of(const void* p, int words) {
   if (offset - r->offset + 4 * words > r->bytes) bad_access((const char*)r->offset + r->bytes + (uintptr_t)window);
   if (!r->epochs) {
     r->epochs = (uint32_t*)map(r->bytes);
-    r->writers = (Writer*)map((r->bytes + 3) / 4 * sizeof(Writer));
+    r->history = (History*)map((r->bytes + 3) / 4 * sizeof(History));
   }
   return {r, (offset - r->offset) / 4};
 }
@@ -182,6 +179,7 @@ void arrive(Wave& wave, const Store& s) {
       continue;
     }
     write_memory(s.region, word, {s.data[i], s.epoch});
+    if (s.published && i + 1 == s.count) order_arrived({s.region, word}, s.published, s.epoch);
     Line* line = find_line(cache, s.region, word);
     if (!line) continue;
     line->data[word % LINE] = s.data[i], line->epoch[word % LINE] = s.epoch;  // renews a copy in this L2
@@ -235,7 +233,7 @@ Word load_word(const Fiber& f, Spot at, Scope scope) {
 }
 
 void explain(Spot at, char* text, size_t size) {
-  const Writer& w = at.region->writers[at.word];
+  const History& w = at.region->history[at.word];
   int n = w.launch == 0 ? snprintf(text, size, "never written by a kernel")
                         : snprintf(text, size, "last written by %s stage %s task %u for epoch %u%s",
                                    block_name(w.block), stage_name(w.stage), w.task, w.epoch,
@@ -254,22 +252,32 @@ void explain(Spot at, char* text, size_t size) {
   }
 }
 
-void note_writer(Spot at, uint32_t epoch) {
-  Writer& w = at.region->writers[at.word];
+void note_writer(Spot at, Scope scope, uint32_t epoch, bool tagged) {
+  History& w = at.region->history[at.word];
   const Place& place = self->place;
   uint16_t block = self->wave->block->index, thread = self->thread;
   if (epoch && w.launch == launch.serial && w.epoch == epoch && (w.block != block || w.thread != thread))
     report("%s stage %s task %u stores byte %llu of %s for epoch %u, which %s stage %s task %u stored too",
            block_name(block), stage_name(place.stage), place.task, (unsigned long long)at.word * 4, at.region->name,
            epoch, block_name(w.block), stage_name(w.stage), w.task);
-  w = {block, thread, (uint16_t)place.stage, 0, place.task, epoch, launch.serial};
+  w.block = block, w.thread = thread, w.stage = place.stage, w.scope = scope, w.tagged = tagged;
+  w.task = place.task, w.epoch = epoch, w.launch = launch.serial, w.clock = order_clock();
+}
+
+// Tags of a word only grow.
+void check_tag(Spot at, uint32_t tag) {
+  const History& w = at.region->history[at.word];
+  if (w.launch && (int)(tag - w.epoch) <= 0)
+    report("%s stage %s task %u stores tag %u where %s stage %s task %u stored tag %u: epochs must grow",
+           block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task, tag,
+           block_name(w.block), stage_name(w.stage), w.task, w.epoch);
 }
 
 void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
   char why[300], what[32] = "the newest data";
   explain(at, why, sizeof why);
   if (wanted != ANY) snprintf(what, sizeof what, "epoch %u", wanted);
-  const Writer& w = at.region->writers[at.word];
+  const History& w = at.region->history[at.word];
   bool stale = scope == PLAIN && at.region->epochs[at.word] == (wanted == ANY ? w.epoch : wanted);
   report("%s load by %s (XCD %d) stage %s task %u wants %s of byte %llu of %s and gets that of epoch %u: %s%s",
          scope == PLAIN          ? "plain"
@@ -289,6 +297,7 @@ void memory_start(Habits h) {
     l2[x].n_listed = 0;
   }
   chunk = nullptr, used_lines = 0;
+  order_start();
   for (int i = 0; i < n_waves; ++i) {
     if (!waves[i].stores) waves[i].stores = (StoreQueue*)allocate(sizeof(StoreQueue));
     waves[i].stores->count = 0;
@@ -333,16 +342,19 @@ void check_scope(const void* p, Scope scope) {
          (unsigned long long)at.word * 4, at.region->name);
 }
 
-void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoch) {
+void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoch, bool tagged) {
   check_scope(p, scope);
   Spot at = spot_of(p, words);
+  if (tagged) check_tag({at.region, at.word + 1}, epoch);
   for (int i = 0; i < words; i += 2) {  // 8 bytes travel together, 16 may be torn
-    Store s{at.region, at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope, (uint8_t)self->lane};
+    Store s{at.region, at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope, (uint8_t)self->lane, nullptr};
     memcpy(s.data, (const uint32_t*)v + i, 4 * s.count);
+    for (uint32_t j = tagged; j < s.count; ++j) order_store({at.region, s.word + j}, scope, epoch, tagged);
+    for (uint32_t j = 0; j < s.count; ++j) note_writer({at.region, s.word + j}, scope, epoch, tagged);
+    if (tagged) s.published = order_publish({at.region, at.word + 1}, epoch);
     StoreQueue& q = *self->wave->stores;
     append(q.items, q.count, q.room, s);
     ++q.hash(s.region, s.word);
-    for (uint32_t j = 0; j < s.count; ++j) note_writer({at.region, s.word + j}, epoch);
   }
   maybe_yield();
 }
@@ -355,10 +367,18 @@ void checked_load(const void* p, void* v, int words, Scope scope, uint32_t epoch
     Spot word{at.region, at.word + i};
     Word got = load_word(*self, word, scope);
     ((uint32_t*)v)[i] = got.data;
-    const Writer& w = at.region->writers[word.word];
+    const History& w = at.region->history[word.word];
     bool right = epoch == ANY ? w.launch != launch.serial || w.epoch == got.epoch : got.epoch == epoch;
+    order_load(word, scope);
     if (!right) wrong_epoch(word, scope, epoch, got.epoch);
   }
+}
+
+void checked_poll(const void* p, void* pair, uint32_t wanted, bool is_flag) {
+  Spot at = spot_of(p, 2);
+  checked_peek(*self, p, pair);
+  uint32_t seen = ((uint32_t*)pair)[1];
+  if (is_flag ? (int)(seen - wanted) >= 0 : seen == wanted) order_poll({at.region, at.word + 1}, seen, is_flag);
 }
 
 void checked_peek(const Fiber& f, const void* p, void* pair) {
@@ -366,24 +386,22 @@ void checked_peek(const Fiber& f, const void* p, void* pair) {
   for (int i = 0; i < 2; ++i) ((uint32_t*)pair)[i] = load_word(f, {at.region, at.word + i}, DEVICE_SCOPE).data;
 }
 
-void check_tag(const void* p, uint32_t tag) {
-  Spot at = spot_of(p, 2);
-  const Writer& w = at.region->writers[at.word + 1];
-  if (w.launch && (int)(tag - w.epoch) <= 0)
-    report("%s stage %s task %u stores tag %u where %s stage %s task %u stored tag %u: epochs must grow",
-           block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task, tag,
-           block_name(w.block), stage_name(w.stage), w.task, w.epoch);
-}
+
+void checked_claim(const void* p, bool mine) { order_claim(spot_of(p, 1), mine); }
 
 void drain() {
-  meet([](Wave& w) { arrive_all(w); });
+  meet([](Wave& w) { arrive_all(w), order_drain(w); });
 }
 
 void release() {  // like the instruction: waits for this wave's stores, then writes back all of the L2
   arrive_all(*self->wave);
   flush_lines(own_cache(), true, false);
+  order_release();
 }
 
-void acquire() { flush_lines(own_cache(), false, true); }
+void acquire() {
+  flush_lines(own_cache(), false, true);
+  order_acquire();
+}
 
 }  // namespace host

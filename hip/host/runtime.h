@@ -106,7 +106,7 @@ inline void notice(const void* p) {
   if (watch_of(p) | watch_all) ++changes;
 }
 
-void checked_store(void* p, const void* v, int words, Scope, uint32_t epoch);
+void checked_store(void* p, const void* v, int words, Scope, uint32_t epoch, bool tagged = false);
 void checked_load(const void* p, void* v, int words, Scope, uint32_t epoch);
 
 template <Scope scope, class T> inline void store(T* p, const T& v, uint32_t epoch) {
@@ -115,6 +115,11 @@ template <Scope scope, class T> inline void store(T* p, const T& v, uint32_t epo
   memcpy(data_of(p), &v, sizeof v);
   notice(p);
   if (sizeof(T) == 16) notice((char*)p + 8);
+}
+// A value and its tag, 8 bytes at once.
+template <Scope scope, class P> inline void store_tagged(P* p, const P& pair, uint32_t tag) {
+  if (checking) return checked_store(p, &pair, 2, scope, tag, true);
+  store<scope>(p, pair, tag);
 }
 template <Scope scope, class T> inline T load(const T* p, uint32_t epoch) {
   static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 16, "shared data are accessed by 4, 8 or 16 bytes");
@@ -126,15 +131,15 @@ template <Scope scope, class T> inline T load(const T* p, uint32_t epoch) {
   return v;
 }
 
-void check_tag(const void* p, uint32_t tag);         // tags of a pair only grow
+void checked_poll(const void* p, void* pair, uint32_t wanted, bool is_flag);
 void peek(const Fiber&, const void* p, void* pair);  // what this thread would see now
 HOST_COLD void spins_without_pause();
 extern uint32_t polls_in_turn;
 void check_scope(const void* p, Scope);  // memory that other ranks write is for system scope
 
-inline void poll(const void* p, void* pair, uint32_t wanted, Scope scope) {
+inline void poll(const void* p, void* pair, uint32_t wanted, Scope scope, bool is_flag) {
   if (checking)
-    check_scope(p, scope), peek(*self, p, pair);
+    check_scope(p, scope), checked_poll(p, pair, wanted, is_flag);
   else
     memcpy(pair, data_of(p), 8);
   if (++polls_in_turn > 1u << 24) spins_without_pause();

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "fiber.h"
-#include "internal.h"
+#include "order.h"
 
 namespace host {
 
@@ -242,6 +242,7 @@ void block_barrier() {
   mine.ready &= ~bit(), mine.at_barrier |= bit();
   if (++b.arrived < (int)launch.threads) return reschedule();
   b.arrived = 0, ++b.era;
+  if (checking) order_barrier(b);
   for (int i = first; i < first + waves_per_block; ++i) {
     waves[i].ready |= waves[i].at_barrier, waves[i].at_barrier = 0;
     runnable.set(i);

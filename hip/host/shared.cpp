@@ -1,7 +1,7 @@
 // Shared memory without the memory model: where addresses lie, and what can be said of wrong ones.
 #include <stdio.h>
 
-#include "internal.h"
+#include "order.h"
 
 namespace host {
 
@@ -72,8 +72,8 @@ void peek(const Fiber& f, const void* p, void* pair) {
 
 bool claim(uint32_t* p) {
   uint32_t* word = (uint32_t*)data_of(p);
-  if (checking && !find_region((char*)p - window)) bad_access(p);
   bool mine = *word == 0;
+  if (checking) checked_claim(p, mine);
   if (mine) *word = 1, notice(p), changes += checking;
   return mine;
 }

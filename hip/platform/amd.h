@@ -143,6 +143,7 @@ SCOPED(_system, __HIP_MEMORY_SCOPE_SYSTEM)
 
 DEVICE void store_pair(Pair* p, Pair v) { store_device(p, v, v.tag); }
 DEVICE Pair load_pair(const Pair* p, u32 tag) { return load_device(p, tag); }
+DEVICE Pair load_flag(const Pair* p, u32 tag) { return load_pair(p, tag); }
 DEVICE void store_pair_system(Pair* p, Pair v) { store_system(p, v, v.tag); }
 DEVICE Pair load_pair_system(const Pair* p, u32 tag) { return load_system(p, tag); }
 DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }

@@ -107,22 +107,21 @@ template <class T> DEVICE T load_plain(const T* p, u32 epoch) { return host::loa
 template <class T> DEVICE T load_device(const T* p, u32 epoch) { return host::load<host::DEVICE_SCOPE>(p, epoch); }
 template <class T> DEVICE T load_system(const T* p, u32 epoch) { return host::load<host::SYSTEM_SCOPE>(p, epoch); }
 
-DEVICE void store_pair(Pair* p, Pair v) {
-  if (host::checking) host::check_tag(p, v.tag);
-  store_device(p, v, v.tag);
-}
+DEVICE void store_pair(Pair* p, Pair v) { host::store_tagged<host::DEVICE_SCOPE>(p, v, v.tag); }
+DEVICE void store_pair_system(Pair* p, Pair v) { host::store_tagged<host::SYSTEM_SCOPE>(p, v, v.tag); }
 DEVICE Pair load_pair(const Pair* p, u32 tag) {
   Pair v;
-  host::poll(p, &v, tag, host::DEVICE_SCOPE);
+  host::poll(p, &v, tag, host::DEVICE_SCOPE, false);
   return v;
 }
-DEVICE void store_pair_system(Pair* p, Pair v) {
-  if (host::checking) host::check_tag(p, v.tag);
-  store_system(p, v, v.tag);
+DEVICE Pair load_flag(const Pair* p, u32 tag) {
+  Pair v;
+  host::poll(p, &v, tag, host::DEVICE_SCOPE, true);
+  return v;
 }
 DEVICE Pair load_pair_system(const Pair* p, u32 tag) {
   Pair v;
-  host::poll(p, &v, tag, host::SYSTEM_SCOPE);
+  host::poll(p, &v, tag, host::SYSTEM_SCOPE, false);
   return v;
 }
 DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }

@@ -126,6 +126,7 @@ template <class T> DEVICE T load_plain(const T* p, u32) { return *p; }
 
 DEVICE void store_pair(Pair* p, Pair v) { store_device(p, v, v.tag); }
 DEVICE Pair load_pair(const Pair* p, u32 tag) { return load_device(p, tag); }
+DEVICE Pair load_flag(const Pair* p, u32 tag) { return load_pair(p, tag); }
 DEVICE void store_pair_system(Pair* p, Pair v) { store_system(p, v, v.tag); }
 DEVICE Pair load_pair_system(const Pair* p, u32 tag) { return load_system(p, tag); }
 DEVICE bool claim(u32* p) { return atomicCAS(p, 0, 1) == 0; }

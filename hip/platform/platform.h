@@ -19,6 +19,7 @@
 //            load_constant(p)                      data that nobody writes during the launch
 //            load_weights(p) -> Vec4               16 bytes of it, streamed: read once
 //            store_pair(p, Pair) load_pair(p, tag) 8 bytes at once, device scope: a payload and the epoch tag it is of
+//            load_flag(p, tag)                     the same where a later tag will do: the word may be stored again under it
 //            store_pair_system(p, Pair) load_pair_system(p, tag)   the same for memory that other ranks write
 //            publish(p, Pair)                      the pair store that announces what the whole block stored and drained
 //            drain()                               collective over the wave: its stores have arrived (in L2 if plain, in

@@ -65,7 +65,7 @@ struct Route {
     for (int slice = 0; slice < slices; ++slice) {
       Pair got[MINE + 1];
       auto at = [&](int i) { return logits.at(row, slice * (EXPERTS + 1) + (i < MINE ? expert_of(i) : EXPERTS)); };
-      UNROLL for (int i = 0; i <= MINE; ++i) got[i] = load_pair(at(i), logits.tag);
+      UNROLL for (int i = 0; i <= MINE; ++i) got[i] = load_flag(at(i), logits.tag);
       UNROLL for (int i = 0; i <= MINE; ++i) {
         if ((i32)(got[i].tag - logits.tag) < 0) ok = ok && s.wait_flag(at(i), logits.tag, got[i]);
         overtaken |= got[i].tag != logits.tag;

@@ -37,6 +37,7 @@ STACK_BYTES = 32 << 10  # of a thread; kernels use two or three KB
 STACK_GUARD = 1 << 20
 HUGE_STACKS = 1 << 29  # bytes of stacks in huge pages: one wave has as many stacks as a small TLB has entries
 MAX_REGIONS = 16384
+HISTORY_BYTES = 56  # of each word, what the checker knows
 HOST_ABI = 2
 CHECK, WATCH_WAITS, PEERS = 1, 2, 4
 MAX_XCDS = 64  # of all ranks that run in one launch
@@ -50,7 +51,7 @@ class _Region(ctypes.Structure):
         ("offset", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("epochs", ctypes.c_void_p),
-        ("writers", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
         ("peers", ctypes.c_uint64),
     ]
 
@@ -100,6 +101,7 @@ class _Result(ctypes.Structure):
         ("expected", ctypes.c_uint32),
         ("seen", ctypes.c_uint32),
         ("report", ctypes.c_char * 1500),
+        ("story", ctypes.c_char * 2500),
     ]
 
 
@@ -118,6 +120,7 @@ class LaunchReport:
     finished: bool
     reports: int
     text: str
+    story: str = ""
 
 
 class Memory:
@@ -267,7 +270,7 @@ class Memory:
             region, count = self._regions[at], self.arena.count
             if region.epochs:
                 self._libc.munmap(region.epochs, region.bytes)
-                self._libc.munmap(region.writers, (region.bytes + 3) // 4 * 20)
+                self._libc.munmap(region.history, (region.bytes + 3) // 4 * HISTORY_BYTES)
             size, base = ctypes.sizeof(_Region), ctypes.addressof(self._regions)
             ctypes.memmove(base + at * size, base + (at + 1) * size, (count - at - 1) * size)
             self.arena.count = count - 1
@@ -413,7 +416,8 @@ class HostDriver:
             module.launch(ctypes.byref(launch), ctypes.byref(result))
         text = result.report.decode(errors="replace")
         self.last_report = LaunchReport(
-            result.turns, result.switches, result.seconds, bool(result.finished), result.reports, text
+            result.turns, result.switches, result.seconds, bool(result.finished), result.reports, text,
+            result.story.decode(errors="replace"),
         )
         if result.reports:
             self._raise(function, result, text)

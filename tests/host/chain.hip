@@ -49,7 +49,7 @@ struct Chain {
   enum Kind { FLAG, DATA };
   template <Kind kind> DEVICE bool wait(const Pair* word, u32 tag, Pair& got, Stage stage, int task) const {
     for (u32 polls = 0; polls < p->limit; ++polls) {
-      got = load_pair(word, tag);
+      got = kind == FLAG ? load_flag(word, tag) : load_pair(word, tag);
       if (kind == FLAG ? (i32)(got.tag - tag) >= 0 : got.tag == tag) return true;
       if (polls % 64 == 63 && load_device(p->error, 0)) return false;
       pause();
