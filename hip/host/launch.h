@@ -12,8 +12,8 @@ struct Readers;
 struct History {  // of a word: who stored it last, what came with that, and who has read it since
   uint16_t block, thread, stage;
   uint8_t scope;
-  bool tagged, doubtful;                          // doubtful: an older store to it, of another wave, may arrive after it
-  uint32_t task, epoch, launch, clock;            // launch 0: nobody yet; clock: see order.cpp
+  bool tagged, doubtful;                // doubtful: an older store to it, of another wave, may arrive after it
+  uint32_t task, epoch, launch, clock;  // launch 0: nobody yet; clock: see order.cpp
   uint32_t read_in, published_in, published_tag;  // launches that the next two are of; the tag that is in memory
   Readers* readers;
   const Snapshot* published;
@@ -37,8 +37,10 @@ struct Arena {
   uint64_t count;
 };
 
-// PEERS: other processes write some of the memory, so a wait that nobody here can end may end.
-enum Flags : uint32_t { CHECK = 1, WATCH_WAITS = 2, PEERS = 4 };
+// PEERS: other processes write some of the memory, so a wait that nobody here can end may end. REPLAY_CHOICES: the order is
+// calm but for `choices`. IN_STEP: the lanes of a wave take turns at every access. KIND_MEMORY: nothing is evicted, arrives
+// or is fetched before it has to be.
+enum Flags : uint32_t { CHECK = 1, WATCH_WAITS = 2, PEERS = 4, REPLAY_CHOICES = 8, IN_STEP = 16, KIND_MEMORY = 32 };
 
 struct Launch {
   void (*kernel)(const void*);
@@ -51,10 +53,14 @@ struct Launch {
   double patience;  // seconds that a wait which can never end is left to the kernel's own limit, without WATCH_WAITS
   char* stacks;     // one for each thread, and inaccessible memory below
   uint64_t stack_bytes;
+  const uint64_t* choices;  // turn << 16 | wave, ascending
+  uint64_t n_choices;
+  uint64_t* record;  // where to note the choices that were not calm, or null
+  uint64_t record_room;
 };
 
 struct Result {
-  uint64_t turns, switches, reports;
+  uint64_t turns, switches, reports, recorded;
   double seconds;
   uint32_t finished, stuck;                           // stuck: the report is of a wait that can never end
   uint32_t rank, block, stage, task, expected, seen;  // of that wait; rank: which of those that run here

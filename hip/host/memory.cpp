@@ -347,7 +347,8 @@ void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoc
   Spot at = spot_of(p, words);
   if (tagged) check_tag({at.region, at.word + 1}, epoch);
   for (int i = 0; i < words; i += 2) {  // 8 bytes travel together, 16 may be torn
-    Store s{at.region, at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope, (uint8_t)self->lane, nullptr};
+    Store s{at.region,           at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope,
+            (uint8_t)self->lane, nullptr};
     memcpy(s.data, (const uint32_t*)v + i, 4 * s.count);
     for (uint32_t j = tagged; j < s.count; ++j) order_store({at.region, s.word + j}, scope, epoch, tagged);
     for (uint32_t j = 0; j < s.count; ++j) note_writer({at.region, s.word + j}, scope, epoch, tagged);
@@ -385,7 +386,6 @@ void checked_peek(const Fiber& f, const void* p, void* pair) {
   Spot at = spot_of(p, 2);
   for (int i = 0; i < 2; ++i) ((uint32_t*)pair)[i] = load_word(f, {at.region, at.word + i}, DEVICE_SCOPE).data;
 }
-
 
 void checked_claim(const void* p, bool mine) { order_claim(spot_of(p, 1), mine); }
 

@@ -134,7 +134,8 @@ const char* missing(const History& h, Scope load, char (&text)[160]) {
   const Block &theirs = *waves[u].block, &mine = *waves[w].block;
   bool plain_far = h.scope == PLAIN && theirs.xcd != mine.xcd;
   uint32_t c = h.clock;
-  if (k.of[ORDER][u] < c) return "anything that orders the load behind the store: a wait for its flag or tag, or a barrier";
+  if (k.of[ORDER][u] < c)
+    return "anything that orders the load behind the store: a wait for its flag or tag, or a barrier";
   if (k.of[ARRIVED][u] < c) {
     snprintf(text, sizeof text, "drain() by %s between the store and what announces it", wave_text(u));
     return text;
@@ -167,8 +168,9 @@ bool check_readers(Spot at, const History& h, uint32_t epoch) {
     char what[200];
     snprintf(what, sizeof what, "%s %s has read%s", wave_text(r.wave), place_text(r.stage, r.task),
              of_launch(h) ? " of the epoch before" : "");
-    report_store(at, epoch, r.wave, r.clock, what,
-                 "anything that orders that read before this store: a slot more, or a wait for what the reader publishes");
+    report_store(
+        at, epoch, r.wave, r.clock, what,
+        "anything that orders that read before this store: a slot more, or a wait for what the reader publishes");
   }
   return seen;
 }
@@ -191,7 +193,7 @@ void check_writer(Spot at, History& h, uint32_t epoch, bool seen, bool tagged) {
   snprintf(what, sizeof what, "%s %s stored for epoch %u%s", wave_text(u), place_text(h.stage, h.task), h.epoch,
            ordered ? " and which may arrive after it" : "");
   report_store(at, epoch, u, h.clock, what,
-               !ordered ? "anything that orders the two stores"
+               !ordered    ? "anything that orders the two stores"
                : plain_far ? "release_device() after the plain store"
                            : "drain() after the first store");
 }
@@ -248,16 +250,19 @@ void order_poll(Spot at, uint32_t tag, bool is_flag) {
   History& h = history_of(at);
   if (h.published && h.published_in == launch.serial && h.published_tag == tag) learn(*h.published, at, tag);
   if (of_launch(h) && h.doubtful && h.epoch == tag && wave_of(h) != me()) {
-    report("%s %s waits for tag %u of %s, over which an older store may still arrive; missing: somebody who waits for "
-           "every tag that is stored there, or a drain() after the store",
-           wave_text(me()), place_text(self->place.stage, self->place.task), tag, where_text(at));
+    report(
+        "%s %s waits for tag %u of %s, over which an older store may still arrive; missing: somebody who waits for "
+        "every tag that is stored there, or a drain() after the store",
+        wave_text(me()), place_text(self->place.stage, self->place.task), tag, where_text(at));
     story_tell(wave_of(h), h.clock, me());
   }
   if (!is_flag && of_launch(h) && h.epoch != tag && wave_of(h) != me()) {
-    report("%s %s waits for tag %u of %s and just gets it: %s %s has already stored tag %u over it; missing: anything that "
-           "orders this read before that store: a slot more, or a wait for what the reader publishes",
-           wave_text(me()), place_text(self->place.stage, self->place.task), tag, where_text(at), wave_text(wave_of(h)),
-           place_text(h.stage, h.task), h.epoch);
+    report(
+        "%s %s waits for tag %u of %s and just gets it: %s %s has already stored tag %u over it; missing: anything "
+        "that "
+        "orders this read before that store: a slot more, or a wait for what the reader publishes",
+        wave_text(me()), place_text(self->place.stage, self->place.task), tag, where_text(at), wave_text(wave_of(h)),
+        place_text(h.stage, h.task), h.epoch);
     story_tell(wave_of(h), h.clock, me());
     return;  // no reader of the word that is coming
   }

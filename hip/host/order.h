@@ -21,21 +21,21 @@ enum class Sync : uint8_t { DRAIN, RELEASE, ACQUIRE, BARRIER, PUBLISH, LEARN };
 
 void order_start();
 bool order_on();
-const Snapshot* order_publish(Spot, uint32_t tag);                     // what the readers of this word learn
-void order_arrived(Spot, const Snapshot*, uint32_t tag);               // the word is in memory
-void order_poll(Spot, uint32_t tag, bool is_flag);                     // a tag that was waited for has been seen
-void order_claim(Spot, bool mine);                                     // an atomic: learns, and publishes
-void order_store(Spot, Scope, uint32_t epoch, bool tagged);            // before the history notes it
-void order_load(Spot, Scope);                                          // of untagged data
+const Snapshot* order_publish(Spot, uint32_t tag);           // what the readers of this word learn
+void order_arrived(Spot, const Snapshot*, uint32_t tag);     // the word is in memory
+void order_poll(Spot, uint32_t tag, bool is_flag);           // a tag that was waited for has been seen
+void order_claim(Spot, bool mine);                           // an atomic: learns, and publishes
+void order_store(Spot, Scope, uint32_t epoch, bool tagged);  // before the history notes it
+void order_load(Spot, Scope);                                // of untagged data
 void order_drain(Wave&), order_release(), order_acquire(), order_barrier(Block&);
-uint32_t order_clock();                                                // of this wave's current segment
+uint32_t order_clock();  // of this wave's current segment
 
 // story.cpp: what the two waves of a report did around the accesses in question
 void story_start();
 void story_note(int wave, Sync, uint32_t clock, Spot at = {}, uint32_t tag = 0, int from = -1);
 void story_tell(int writer, uint32_t since, int reader);
-const char* where_text(Spot);            // "byte 64 of x"
-const char* wave_text(int wave);         // "block 1 (XCD 1) wave 2"
+const char* where_text(Spot);     // "byte 64 of x"
+const char* wave_text(int wave);  // "block 1 (XCD 1) wave 2"
 const char* place_text(uint32_t stage, uint32_t task);
 
 }  // namespace host

@@ -23,8 +23,12 @@ int alive;
 
 namespace {
 
+// Who comes next. A late block, wave or rank gets a turn when nobody else can go on, and now and then. PRIORITIES: always the
+// first that can go on of an order, from which whoever has a turn is moved to the end now and then (probabilistic concurrency
+// testing: bugs that need d preemptions are met with a probability that falls with the d-th power of the length only).
 // CALM stays with a wave as long as it can go on, and wakes who waits only when nobody else can: the fewest switches.
-enum Policy { ROUND_ROBIN, RANDOM, ONE_BLOCK_LATE, CALM };
+// REPLAY is calm but for the switches that the launch asks for.
+enum Policy { ROUND_ROBIN, RANDOM, ONE_BLOCK_LATE, ONE_WAVE_LATE, PRIORITIES, ONE_RANK_LATE, CALM, REPLAY };
 
 // Waves by state, a bit each. A set bit of `runnable` may be out of date.
 struct WaveSet {
@@ -45,10 +49,19 @@ struct WaveSet {
 };
 WaveSet runnable, spinners;
 
-uint64_t random_state, lanes_of_turn, last_chance;
-int wave_of_turn, rotation, yield_chance, late_block;
+// Two streams: the order of waves, and everything else, which then does not depend on how the order was chosen.
+uint64_t random_state, order_state, lanes_of_turn, last_chance;
+int wave_of_turn, rotation, yield_chance, late, *priority, lowest_priority;
+uint64_t next_choice;  // of the launch's, when replaying
 double stuck_since;
 Policy policy;
+bool rotates;  // turns begin with any lane
+
+uint64_t next_random(uint64_t& state, uint64_t below) {
+  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+  return (state >> 11) % below;
+}
+uint64_t order_random(uint64_t below) { return next_random(order_state, below); }
 
 uint64_t bit() { return 1ull << self->lane; }
 
@@ -118,17 +131,55 @@ Wave* choose_calmly() {
   return w;
 }
 
+bool is_late(const Wave& w) {
+  switch (policy) {
+    case ONE_BLOCK_LATE:
+      return w.block->index == late;
+    case ONE_WAVE_LATE:
+      return &w - waves == late;
+    case ONE_RANK_LATE:
+      return w.block->rank == late;
+    default:
+      return false;
+  }
+}
+
+Wave* choose_by_priority() {
+  if (!order_random(512)) priority[wave_of_turn] = --lowest_priority;
+  Wave* best = nullptr;
+  for (int w = runnable.next(0), end = -1; w > end; end = w, w = runnable.next((w + 1) % n_waves))
+    if (waves[w].ready && (!best || priority[w] > priority[best - waves])) best = &waves[w];
+  return best;
+}
+
+// What the launch asks for in this turn, if that wave can go on; else stays where it is.
+Wave* choose_again() {
+  while (next_choice < launch.n_choices && launch.choices[next_choice] >> 16 < turns) ++next_choice;
+  uint64_t asked = next_choice < launch.n_choices ? launch.choices[next_choice] : 0;
+  if (asked >> 16 == turns && waves[asked & 0xffff].ready) return &waves[asked & 0xffff];
+  return first_ready(wave_of_turn);
+}
+
 Wave* choose() {
   if (policy == CALM) return choose_calmly();
   wake_spinners(false);
-  int from = policy == ROUND_ROBIN ? wave_of_turn + 1 : random(n_waves);
+  if (policy == REPLAY) return choose_again();
+  if (policy == PRIORITIES) return choose_by_priority();
+  int from = policy == ROUND_ROBIN ? wave_of_turn + 1 : order_random(n_waves);
   Wave* w = first_ready(from % n_waves);
-  if (!w || policy != ONE_BLOCK_LATE || w->block->index != late_block || turns % 256 == 0) return w;
+  if (!w || !is_late(*w) || turns % 256 == 0) return w;
   for (int i = 1; i < n_waves; ++i) {  // somebody else, if there is anybody
     Wave& other = waves[(w - waves + i) % n_waves];
-    if (other.ready && other.block->index != late_block) return &other;
+    if (other.ready && !is_late(other)) return &other;
   }
   return w;
+}
+
+// Every switch that staying with the wave would not have made: what REPLAY needs to do the same.
+void record(const Wave& chosen) {
+  if (!launch.record || &chosen == first_ready(wave_of_turn)) return;
+  if (result.recorded < launch.record_room) launch.record[result.recorded] = turns << 16 | (&chosen - waves);
+  ++result.recorded;
 }
 
 double seconds_now() {
@@ -182,8 +233,9 @@ __attribute__((noinline)) Fiber* next_turn() {
     ++turns;
     if (checking) memory_tick();
     if (Wave* w = choose()) {
+      record(*w);
       wave_of_turn = w - waves, lanes_of_turn = w->ready;
-      rotation = policy == ROUND_ROBIN || policy == CALM ? 0 : random(LANES);
+      rotation = rotates ? random(LANES) : 0;
       return next_lane();
     }
     if (!checking || !memory_settle()) nobody_can_go_on();
@@ -199,10 +251,7 @@ void fiber_main() {
 
 }  // namespace
 
-uint64_t random(uint64_t below) {
-  random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
-  return (random_state >> 11) % below;
-}
+uint64_t random(uint64_t below) { return next_random(random_state, below); }
 
 void reschedule() {
   polls_in_turn = 0;
@@ -276,6 +325,17 @@ void mma_wake() {
   w.ready |= w.at_mma, w.at_mma = 0;
 }
 
+// A random order.
+static void start_priorities() {
+  free(priority);
+  priority = (int*)allocate(n_waves * sizeof(int));
+  for (int i = 0; i < n_waves; ++i) {
+    int other = order_random(i + 1);
+    priority[i] = priority[other], priority[other] = i;
+  }
+  lowest_priority = 0;
+}
+
 // The order of this launch, and how the memory behaves.
 void scheduler_start() {
   turns = changes = 0, lanes_of_turn = 0, wave_of_turn = 0, polls_in_turn = 0;
@@ -285,13 +345,20 @@ void scheduler_start() {
   free(runnable.bits), free(spinners.bits);
   runnable.bits = (uint64_t*)allocate(words * 8), spinners.bits = (uint64_t*)allocate(words * 8);
   for (int i = 0; i < n_waves; ++i) runnable.set(i);
-  random_state = (launch.seed + 1) * 0x9e3779b97f4a7c15;
-  for (int i = 0; i < 8; ++i) random(1);
-  policy = !checking && launch.seed == 0 ? CALM : Policy(launch.seed % 3);
-  late_block = random(n_blocks);
+  random_state = (launch.seed + 1) * 0x9e3779b97f4a7c15, order_state = ~random_state;
+  for (int i = 0; i < 8; ++i) random(1), order_random(1);
+  Policy of_seed =
+      !checking && launch.seed == 0 ? CALM : Policy(launch.seed % (launch.ranks > 1 ? CALM : ONE_RANK_LATE));
+  policy = launch.flags & REPLAY_CHOICES ? REPLAY : of_seed;
+  late = order_random(policy == ONE_BLOCK_LATE ? n_blocks : policy == ONE_WAVE_LATE ? n_waves : launch.ranks);
+  start_priorities();
+  next_choice = 0;
   constexpr int CHANCE[] = {0, 8, 128};
   Habits habits{CHANCE[random(3)], CHANCE[random(3)], CHANCE[random(3)], random(2) != 0};
   yield_chance = checking ? CHANCE[random(3)] : 0;
+  rotates = of_seed != ROUND_ROBIN && of_seed != CALM;
+  if (launch.flags & IN_STEP) yield_chance = 256, rotates = false;
+  if (launch.flags & KIND_MEMORY) habits = {};
   if (checking) memory_start(habits);
 }
 

@@ -16,18 +16,18 @@ SEEDS = 12
 
 # What at least one of the reports says, and on how many of the seeds something is reported at least.
 SAYS = {
-    1: ("not drained from wave", 12),
-    2: ("gets that of epoch", 12),
+    1: (r"loads byte .* missing: drain\(\) by block", 12),
+    2: ("missing: anything that orders the load behind the store", 12),
     3: "no thread can go on: .* a plain store that XCD . has not released",
-    4: ("stale line: no acquire", 4),
+    4: (r"missing: acquire_device\(\) by this wave", 12),
     5: ("LDS race: .* part", 3),
     6: ("waited in stage narrow, task ., for tag 2 and saw 1", 12),
     7: ("epochs must grow|gets that of epoch", 12),
-    8: ("a plain store that XCD . has not released", 12),
-    9: ("stale line: no acquire", 8),
-    10: ("wants epoch . of byte .* gets that of epoch", 10),
-    11: ("not drained from wave", 6),
-    12: ("LDS race|gets that of epoch", 12),
+    8: (r"missing: release_device\(\) on XCD", 12),
+    9: (r"missing: acquire_device\(\) by this wave", 12),
+    10: ("has read of the epoch before; missing: .* a slot more", 12),
+    11: (r"missing: drain\(\) by block . \(XCD .\) wave [123]", 12),
+    12: ("LDS race|missing: anything that orders the load behind the store", 12),
     13: ("stage narrow task . touches byte .* of x past the accessors", 12),
 }
 

@@ -71,7 +71,7 @@ def test_reported(fault: int, message: str, check: bool) -> None:
 @pytest.mark.parametrize(
     ("fault", "blocks", "message"),
     [
-        (7, 2, "plain load by block 0 .* wants the newest data of byte 0 of data and gets .* epoch 0: .*stale line"),
+        (7, 2, r"loads byte 0 of data \(plain\), which block 1 .* stored for epoch 1; missing: acquire_device"),
         (9, 1, "stores byte 0 of data for epoch 1, which block 0 stage first task 0 stored too"),
         (10, 1, r"LDS race: .* count\[0\], which another thread .* in stage second task 3"),
         (13, 1, "loads or stores byte 2 of data"),

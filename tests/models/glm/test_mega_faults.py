@@ -56,37 +56,39 @@ STUCK = [
     ),
 ]  # fmt: skip
 
+ORDER = "missing: anything that orders the load behind the store"
+
 # Wrong only on a device that does what it may: found by the checks on some seed.
 CAUGHT = [
     (
         Mutant("no drain before the flag", "handoff/step.h", ANNOUNCE, ANNOUNCE.replace("    drain();\n", "")),
-        "not drained",
+        "missing: drain() by",
     ),
     (
         Mutant("the flag before the data", "handoff/step.h", ANNOUNCE,
                "    if (thread_id() == 0) publish(flag, {0, at_tag});\n    drain();\n    block_barrier();\n"),
-        "wants epoch",
+        ORDER,
     ),
     (
         Mutant("only one wave drains", "handoff/step.h", ANNOUNCE,
                ANNOUNCE.replace("    drain();\n", "    if (wave_id() == 0) drain();\n")),
-        "not drained",
+        "missing: drain() by",
     ),
     (
         Mutant("the barrier after the flag", "handoff/step.h", ANNOUNCE,
                "    drain();\n    if (how == Stored::PLAIN && wave_id() == 0) release_device();\n"
                "    if (thread_id() == 0) publish(flag, {0, at_tag});\n    block_barrier();\n"),
-        "wants epoch",
+        "missing: ",
     ),
     (
         Mutant("no release after plain stores", "handoff/step.h", ANNOUNCE,
                ANNOUNCE.replace("    if (how == Stored::PLAIN) release_device();\n", "")),
-        "not released",
+        "missing: release_device() on XCD",
     ),
     (
         Mutant("no acquire before plain loads", "stages/attend.h",
                "      acquire_device();\n      load_entries(at, tag);", "      load_entries(at, tag);"),
-        "no acquire",
+        "missing: acquire_device() by this wave",
     ),
     (
         Mutant("a tagged pair stored plain", "handoff/step.h",
@@ -115,7 +117,7 @@ CAUGHT = [
     ),
     (
         Mutant("parts merged without their flags", "stages/attend.h", "s.wait_flags(splits,", "s.wait_flags(0,"),
-        "wants epoch",
+        ORDER,
     ),
     (
         Mutant("a block counts its tasks wrong", "stages/select.h",
