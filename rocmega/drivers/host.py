@@ -39,7 +39,8 @@ HUGE_STACKS = 1 << 29  # bytes of stacks in huge pages: one wave has as many sta
 MAX_REGIONS = 16384
 HISTORY_BYTES = 56  # of each word, what the checker knows
 HOST_ABI = 2
-CHECK, WATCH_WAITS, PEERS = 1, 2, 4
+CHECK, WATCH_WAITS, PEERS, REPLAY, IN_STEP, KIND_MEMORY = 1, 2, 4, 8, 16, 32
+RECORD_ROOM = 1 << 20  # choices of a launch that are kept
 MAX_XCDS = 64  # of all ranks that run in one launch
 MAX_BLOCKS = 65535
 COMPUTE_UNITS = 4  # what a persistent kernel gets unless told otherwise: enough for blocks to wait for each other
@@ -83,6 +84,10 @@ class _Launch(ctypes.Structure):
         ("patience", ctypes.c_double),
         ("stacks", ctypes.c_void_p),
         ("stack_bytes", ctypes.c_uint64),
+        ("choices", ctypes.POINTER(ctypes.c_uint64)),
+        ("n_choices", ctypes.c_uint64),
+        ("record", ctypes.POINTER(ctypes.c_uint64)),
+        ("record_room", ctypes.c_uint64),
     ]
 
 
@@ -91,6 +96,7 @@ class _Result(ctypes.Structure):
         ("turns", ctypes.c_uint64),
         ("switches", ctypes.c_uint64),
         ("reports", ctypes.c_uint64),
+        ("recorded", ctypes.c_uint64),
         ("seconds", ctypes.c_double),
         ("finished", ctypes.c_uint32),
         ("stuck", ctypes.c_uint32),
@@ -112,7 +118,13 @@ def _abi() -> int:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """What a launch did. `reports` counts what the checker found, `text` is the first of it."""
+    """What a launch did.
+
+    Fields:
+        reports, text, story: how much the checker found, the first of it, and what the two waves in question did before
+            and after, if it is about two.
+        choices: if they were recorded, (turn, wave) wherever the turn went to another wave than the one that had it.
+    """
 
     turns: int
     switches: int
@@ -121,6 +133,27 @@ class LaunchReport:
     reports: int
     text: str
     story: str = ""
+    choices: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Order:
+    """How the waves of a launch take turns, instead of the way that its seed stands for.
+
+    Fields:
+        choices: (turn, wave), ascending: who gets these turns; all others stay with whoever has the turn as long as it
+            can go on. What was recorded of a launch with the same seed gives the same run again.
+        in_step: the lanes of a wave take turns at every access, so that a turn is about an instruction.
+        kind_memory: nothing is evicted, fetched, or arrives before it has to.
+    """
+
+    choices: tuple[tuple[int, int], ...] = ()
+    in_step: bool = False
+    kind_memory: bool = False
+
+    @property
+    def flags(self) -> int:
+        return REPLAY | IN_STEP * self.in_step | KIND_MEMORY * self.kind_memory
 
 
 class Memory:
@@ -326,6 +359,10 @@ class HostDriver:
     check: model caches that are not coherent and stores that take time, look for LDS races, and report at once a wait
         that can never end. Slow. A launch in which anything was found raises DriverError (StepError for such a wait).
     watch: report such waits without check too; else the kernel's own limit ends them, or `patience` seconds.
+
+    Attributes that a caller may set between launches:
+        order: an order of waves to follow, None for that of the seed.
+        record: keep the order of each launch in its report.
     """
 
     name = "host"
@@ -345,6 +382,8 @@ class HostDriver:
         self.device = torch.device("cpu")
         self.seed, self.check, self.xcds, self.watch, self.patience = seed or 0, check, xcds, watch, patience
         self.has_peers = False  # other processes write some of the memory
+        self.order: Order | None = None
+        self.record = False
         self.last_report: LaunchReport | None = None
 
     def facts(self) -> DeviceFacts:
@@ -404,21 +443,27 @@ class HostDriver:
         module, address = function.handle
         names = (ctypes.c_char_p * max(1, len(function.stages)))(*[s.encode() for s in function.stages])
         watch = self.check if self.watch is None else self.watch
+        flags = CHECK * self.check | WATCH_WAITS * watch | PEERS * self.has_peers
+        choices = [turn << 16 | wave for turn, wave in self.order.choices] if self.order else []
+        if self.order:
+            flags |= self.order.flags
+        record = (ctypes.c_uint64 * RECORD_ROOM)() if self.record else None
         result, mem = _Result(), memory()
         with mem.lock:
             mem.launches += 1
             launch = _Launch(
                 address, (ctypes.c_void_p * ranks)(*arguments), ctypes.pointer(mem.arena), names,
                 len(function.stages), mem.launches, ranks, blocks, threads, self.xcds,
-                CHECK * self.check | WATCH_WAITS * watch | PEERS * self.has_peers, self.seed, self.patience,
-                mem.stacks(ranks * blocks * threads * STACK_BYTES), STACK_BYTES,
+                flags, self.seed, self.patience, mem.stacks(ranks * blocks * threads * STACK_BYTES), STACK_BYTES,
+                (ctypes.c_uint64 * max(1, len(choices)))(*choices), len(choices), record, RECORD_ROOM * self.record,
             )  # fmt: skip
             module.launch(ctypes.byref(launch), ctypes.byref(result))
         text = result.report.decode(errors="replace")
         self.last_report = LaunchReport(
             result.turns, result.switches, result.seconds, bool(result.finished), result.reports, text,
             result.story.decode(errors="replace"),
-        )
+            tuple((c >> 16, c & 0xFFFF) for c in record[: min(result.recorded, RECORD_ROOM)]) if record else (),
+        )  # fmt: skip
         if result.reports:
             self._raise(function, result, text)
 
