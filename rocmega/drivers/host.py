@@ -268,8 +268,8 @@ class Memory:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
         except OSError as error:
             raise DriverError(
-                f"The memory {name!r} of process {pid} cannot be opened: {error.strerror}. Ranks on the CPU target need "
-                "one machine, one user and one PID namespace (in containers: --pid=host, or all ranks in one)."
+                f"The memory {name!r} of process {pid} cannot be opened: {error.strerror}. Ranks on the CPU target "
+                "need one machine, one user and one PID namespace (in containers: --pid=host, or all ranks in one)."
             ) from error
         try:
             return self._enter(name, nbytes, opened, lead, span, peers=True)
@@ -471,7 +471,9 @@ class HostDriver:
         more = f" ({result.reports - 1} more reports followed.)" if result.reports > 1 else ""
         if result.stuck:
             stage = function.stage(result.stage)
-            raise StepError(result.rank, result.block, stage, result.task, result.expected, result.seen, f"{text}{more}")
+            raise StepError(
+                result.rank, result.block, stage, result.task, result.expected, result.seen, f"{text}{more}"
+            )
         raise DriverError(f"Kernel {function.name} on the host, seed {self.seed}: {text}.{more}")
 
     def synchronize(self) -> None:
