@@ -46,7 +46,9 @@ class LLM:
     enough for max_rows requests of max_model_len. prefill_chunk: how many tokens of a prompt one step caches, and the
     grain in which prompts share their beginning. blocks: blocks of the mega-task; None is one per compute unit (a few
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
-    progress: told about long work (rocmega.progress).
+    activations: how exact they are when they meet big matrices: "bf16"; "fp8", quantized per group where the weights
+    are FP8 or MXFP4; "f32", not rounded at all, to compare with (from a checkpoint, not a pack); "auto" is f32 for
+    float32 checkpoints and bf16 for all others. progress: told about long work (rocmega.progress).
 
     Raises ConfigError, CheckpointError, ToolchainError, DriverError or RequestError, each with one paragraph for a
     person.
@@ -65,6 +67,7 @@ class LLM:
         prefill_chunk: int | None = None,
         blocks: int | None = None,
         seed: int | None = None,
+        activations: str = "auto",
         progress: Progress = silent,
     ) -> None:
         if path not in PATHS:
@@ -88,6 +91,7 @@ class LLM:
             cache_pages=cache_pages,
             blocks=blocks,
             seed=seed,
+            activations=activations,
             progress=progress,
         )
         self._tokenizer = find(self._runner.directory)

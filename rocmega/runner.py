@@ -61,6 +61,7 @@ class Runner:
         cache_pages: int | None = None,
         blocks: int | None = None,
         seed: int | None = None,
+        activations: str = "auto",
         progress: Progress = silent,
     ) -> None:
         from rocmega import registry
@@ -82,9 +83,12 @@ class Runner:
         self._missing: tuple[str, ...] = ()
         self._numbers = itertools.count()
         self.driver = self._open_driver(device, path, seed)
-        self.weights: Any = self._checkpoint_weights() if packed is None else self._packed_weights(packed)
+        self.weights: Any = self._checkpoint_weights(activations) if packed is None else self._packed_weights(packed)
+        self.activations: str = self._module("activations").choose(self.weights.formats, activations)
         self.cache = self._new_cache(cache_pages)
-        self.standard: Any = self._module("standard").StandardPath(self.config, self.weights, self.cache)
+        self.standard: Any = self._module("standard").StandardPath(
+            self.config, self.weights, self.cache, activations=self.activations
+        )
         self._mega: Any = None
         if path != "standard":
             try:
@@ -182,14 +186,19 @@ class Runner:
         if self.driver is not None and hasattr(self.driver, "close"):
             self.driver.close()
 
-    def _checkpoint_weights(self) -> Any:
+    def _checkpoint_weights(self, activations: str) -> Any:
         from rocmega.checkpoint import Checkpoint
 
         checkpoint = Checkpoint(self.directory)
         label = f"packing the weights of {self.directory.name}"
         self._progress(label)
         weights = self._module("weights").pack(
-            checkpoint, self.config, lambda done, total: self._progress(label, done, total), device=self.device
+            checkpoint,
+            self.config,
+            lambda done, total: self._progress(label, done, total),
+            device=self.device,
+            arch=None if self.driver is None else self.driver.arch,
+            activations=activations,
         )
         checkpoint.close()
         return weights
@@ -251,6 +260,7 @@ class Runner:
                 blocks=self._blocks,
                 max_rows=self.max_rows,
                 max_model_len=self.max_model_len,
+                activations=self.activations,
             )
         except (ConfigError, ToolchainError, DriverError) as error:
             if not may_fall_back:

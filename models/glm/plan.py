@@ -15,6 +15,7 @@ from rocmega.checkpoint.layouts import StoredMatrix, read_matrix
 from rocmega.checkpoint.tiles import MX_GROUP, SCALE_BLOCK, dtype_of
 from rocmega.errors import ConfigError
 from rocmega.models.common.plan import Builder, packed_format
+from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.published import Formats, mlps
 from rocmega.packing.plan import Field, Made, Plan, Reads, divide, finest_block
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
     from rocmega.checkpoint import Checkpoint
 
 
-def plan(config: GlmConfig, stored: Formats, *, tp: int = 1, arch: str | None = None) -> Plan:
+def plan(
+    config: GlmConfig, stored: Formats, *, tp: int = 1, arch: str | None = None, activations: str = "auto"
+) -> Plan:
     """The plan for a checkpoint that is stored in these formats.
 
-    tp: ranks that share the model. arch: what it is for; None keeps the published FP8 whatever runs it. Raises
-    ConfigError if the ranks cannot share the model evenly, or a part would need scales that it cannot have.
+    tp: ranks that share the model. arch: what it is for; None keeps the published FP8 whatever runs it. activations:
+    what the weights are to meet. Raises ConfigError if the ranks cannot share the model evenly, or a part would need
+    scales that it cannot have; RequestError for activations that these weights cannot meet.
     """
-    formats = packed_formats(config, stored, tp, arch)
+    formats = packed_formats(config, stored, tp, arch, activations)
+    choose(formats, activations)  # before hundreds of gigabytes are packed for nothing
     builder = _Builder(config, formats, tp, plus_zero=arch == "gfx942")
     for layer in range(config.num_hidden_layers):
         builder.layer(layer)
@@ -37,8 +42,13 @@ def plan(config: GlmConfig, stored: Formats, *, tp: int = 1, arch: str | None = 
     return Plan(formats.to_json(), arch, tp, builder.fields, builder.jobs)
 
 
-def packed_formats(config: GlmConfig, stored: Formats, tp: int = 1, arch: str | None = None) -> Formats:
-    """The packed formats of a stored checkpoint: FP8 as the architecture has it, and as the cuts need it."""
+def packed_formats(
+    config: GlmConfig, stored: Formats, tp: int = 1, arch: str | None = None, activations: str = "auto"
+) -> Formats:
+    """The packed formats of a stored checkpoint: FP8 as the architecture has it, and as the cuts need it.
+
+    For f32 activations the absorbed matrices are float32 too.
+    """
     heads = config.num_attention_heads
     divide(
         {
@@ -74,7 +84,7 @@ def packed_formats(config: GlmConfig, stored: Formats, tp: int = 1, arch: str | 
         listed = ", ".join(f"{name} {size}" for name, size in groups.items())
         raise ConfigError(f"With {tp} ranks the parts of {listed} are no whole MXFP4 groups of {MX_GROUP}.")
     linear, dense, expert = (packed_format(format, block, arch) for format in kinds.values())
-    return Formats(linear, stored.island, expert, dense, stored.absorbed)
+    return Formats(linear, stored.island, expert, dense, "f32" if activations == "f32" else "")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of a pack that lies on disk already (`assemble`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,14 +70,8 @@ class GlmWeights:
 def plan_of(
     checkpoint: Checkpoint, config: GlmConfig, *, tp: int = 1, arch: str | None = None, activations: str = "auto"
 ) -> Plan:
-    """The plan to pack a checkpoint. Raises CheckpointError if it does not fit its config.json, ConfigError as plan.
-
-    activations: what the weights are to meet; "f32" keeps the absorbed matrices in float32.
-    """
-    stored = check(checkpoint, config)
-    if activations == "f32":
-        stored = replace(stored, absorbed="f32")
-    return plan(config, stored, tp=tp, arch=arch)
+    """The plan to pack a checkpoint. Raises CheckpointError if it does not fit its config.json, ConfigError as plan."""
+    return plan(config, check(checkpoint, config), tp=tp, arch=arch, activations=activations)
 
 
 def pack(
@@ -93,8 +87,8 @@ def pack(
 ) -> GlmWeights:
     """Reads and packs all weights, or one rank's part. Nothing is packed if the checkpoint does not fit.
 
-    progress: called with (layers done, layers) after each layer. tp, arch: see `plan`; activations: see `plan_of`.
-    Raises CheckpointError, or ConfigError if the ranks cannot share the model.
+    progress: called with (layers done, layers) after each layer. tp, arch, activations: see `plan`. Raises
+    CheckpointError, or ConfigError if the ranks cannot share the model.
     """
     todo = plan_of(checkpoint, config, tp=tp, arch=arch, activations=activations)
     fields = carry_out(checkpoint, todo, config.num_hidden_layers, progress, device, rank)

@@ -20,6 +20,7 @@ def build(
     ),
     out: Path | None = typer.Option(None, metavar="DIR", help="Also leave the files here; see ROCMEGA_PREBUILT."),
     format: str | None = typer.Option(None, help="Of a named model's big matrices: f32, bf16 or fp8."),
+    activations: str = typer.Option("auto", help="What big matrices meet: bf16, fp8 or f32, as for rocmega decode."),
     tensor_parallel_size: int = typer.Option(1, min=1, help="How many GPUs share the model."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -31,7 +32,7 @@ def build(
     unknown = [target for target in arch if target not in TARGETS]
     if unknown:
         raise RequestError(f"--arch {unknown[0]!r}: choose one of {', '.join(TARGETS)}.")
-    unit_for = units(model, format, tensor_parallel_size)
+    unit_for = units(model, format, tensor_parallel_size, activations)
     missing = {} if arch else {s.target: s.install for s in map(search, TARGETS) if s.found is None}
     targets = arch or [target for target in TARGETS if target not in missing]
     if not targets:

@@ -25,6 +25,7 @@ def decode(
     blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     seed: int | None = typer.Option(None, help="Of the CPU target's scheduler. Any seed gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
+    activations: str = typer.Option("auto", help="What big matrices meet: bf16, fp8, f32, or auto: see the docs."),
     max_rows: int = typer.Option(16, min=1, help="How many prompts may run together."),
     max_model_len: int | None = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
     ignore_eos: bool = typer.Option(False, "--ignore-eos", help="Go on after an end-of-sequence token."),
@@ -50,6 +51,7 @@ def decode(
             max_model_len=max_model_len,
             blocks=blocks,
             seed=seed,
+            activations=activations,
             progress=show,
         )
         sampling = SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos)
@@ -106,6 +108,7 @@ def _report(llm: LLM, path: str, results: list[RequestOutput]) -> dict[str, Any]
         "model": str(llm.runner.directory),
         "device": llm.runner.target,
         "path": path,
+        "activations": llm.runner.activations,
         "outputs": [
             {
                 "request_id": result.request_id,

@@ -14,6 +14,7 @@ def inspect(
     model: str | None = typer.Option(None, help="Its kernels instead: a checkpoint directory, or a model by name."),
     arch: str | None = typer.Option(None, help="gfx942, gfx950 or sm_90. Of kernels, gfx950 by default."),
     format: str | None = typer.Option(None, help="Of a named model's big matrices, for kernels: f32, bf16 or fp8."),
+    activations: str = typer.Option("auto", help="Of kernels: what big matrices meet, as for rocmega decode."),
     tensor_parallel_size: int | None = typer.Option(
         None, "--tensor-parallel-size", "--tp", min=1, help="How many GPUs share the model: of kernels, by default 8."
     ),
@@ -32,10 +33,12 @@ def inspect(
             raise RequestError("Give a pack, or --model with its kernels, not both.")
         inspect_pack(pack, arch=arch, tp=tensor_parallel_size, context=context, verify=verify, json=json)
     else:
-        _kernels(model or "glm-5.2", arch or "gfx950", format, tensor_parallel_size, json)
+        _kernels(model or "glm-5.2", arch or "gfx950", format, tensor_parallel_size, activations, json)
 
 
-def _kernels(model: str, arch: str, format: str | None, tensor_parallel_size: int | None, json: bool) -> None:
+def _kernels(
+    model: str, arch: str, format: str | None, tensor_parallel_size: int | None, activations: str, json: bool
+) -> None:
     from rocmega.cli.kernels import units
     from rocmega.cli.output import console, print_json, progress
     from rocmega.inspect import report, table
@@ -43,7 +46,7 @@ def _kernels(model: str, arch: str, format: str | None, tensor_parallel_size: in
     if arch not in ("gfx942", "gfx950", "sm_90"):
         raise RequestError(f"--arch {arch!r}: only kernels for GPUs can be inspected: gfx942, gfx950 or sm_90.")
     ranks = tensor_parallel_size or (1 if model.endswith("-tiny") else 8)
-    unit = units(model, format, ranks)(arch)
+    unit = units(model, format, ranks, activations)(arch)
     with progress(quiet=json) as show:
         reports = report(unit, arch, progress=show)
     if json:

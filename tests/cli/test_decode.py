@@ -33,6 +33,7 @@ def test_json_is_one_object_and_nothing_else(tiny, expected):
     assert [output["prompt_token_ids"] for output in report["outputs"]] == [[3, 1, 4], [9]]
     assert {output["finish_reason"] for output in report["outputs"]} == {"length"}
     assert report["metrics"]["steps"] == {"mega": 0, "standard": 5}
+    assert report["activations"] == "f32"
 
 
 def test_people_get_a_table_and_progress_goes_to_stderr(tiny, expected):
@@ -57,6 +58,7 @@ def test_saved_logits_are_those_behind_the_tokens(tiny, expected, tmp_path):
 
 BAD = {
     "no prompt": ([], "Give prompts either as"),
+    "activations": (["--tokens", "1", "--activations", "bf16"], "this checkpoint is float32"),
     "two kinds of prompt": (["--tokens", "1", "--prompt", "x"], "Give prompts either as"),
     "not numbers": (["--tokens", "1,two"], "not a list of token ids"),
     "empty": (["--tokens", ""], "Prompt 0 is empty"),

@@ -34,7 +34,10 @@ def test_build_shows_a_table(tiny):
         (["build", "no-such-model"], "no-such-model"),
         (["build", "--arch", "gfx90a"], "gfx90a"),
         (["build", "glm-5.2", "--format", "int3"], "int3"),
-        (["build", "glm-5.2-tiny", "--arch", "host", "--tensor-parallel-size", "3"], "not divisible by 3"),
+        (
+            ["build", "glm-5.2-tiny", "--arch", "host", "--tensor-parallel-size", "3"],
+            "3 ranks cannot share this model evenly",
+        ),
         (["inspect", "--arch", "host"], "host"),
         (["inspect", "--model", "no-such-model"], "no-such-model"),
     ],
@@ -70,7 +73,7 @@ def test_inspect_prints_the_named_fields(monkeypatch):
     [kernel] = json.loads(result.stdout)["kernels"]
     named = "name arch vgpr agpr sgpr lds_bytes scratch_bytes vgpr_spills sgpr_spills waves_per_simd mfma load_widths"
     assert {*named.split(), "code_bytes"} <= set(kernel)
-    assert asked == [("glm-fp8-bf16-abf16-tp8", "gfx942")]
+    assert asked == [("glm-fp8_fnuz-bf16-abf16-tp8", "gfx942")]
     result = run(app, ["inspect", "--model", "glm-5.2-tiny"])
     assert result.exit_code == 0, result.output
     assert "glm_decode" in result.stdout

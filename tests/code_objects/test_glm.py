@@ -18,7 +18,7 @@ BF16 = {"gfx942": "v_mfma_f32_16x16x16_bf16", "gfx950": "v_mfma_f32_16x16x32_bf1
 PARKED = 8 * 64
 
 CASES = [
-    ("gfx942", Formats("fp8", "bf16"), "bf16", {}),
+    ("gfx942", Formats("fp8_fnuz", "bf16"), "bf16", {}),
     ("gfx950", Formats("fp8", "bf16"), "bf16", {}),
     ("gfx942", Formats("fp8_fnuz", "bf16", "mxfp4"), "fp8", {"v_mfma_f32_16x16x32_fp8_fp8"}),
     (
