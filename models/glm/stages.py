@@ -142,7 +142,7 @@ class LayerStages(PackedLayer):
     def _gathered_experts(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The same with a matrix for each token's choice: nothing comes back to the host, so a graph can hold it."""
         tokens, topk = experts.shape
-        inputs = y[torch.arange(tokens, device=experts.device).repeat_interleave(topk)]
+        inputs = y[torch.arange(tokens * topk, device=experts.device) // topk]
         chosen, factors = experts.flatten(), weights.flatten()[:, None]
         gate, up = (self.each(inputs, "gate_up", 2 * chosen + part) for part in (0, 1))
         return self.each(swiglu(gate, up) * factors, "down", chosen).unflatten(0, (tokens, topk)).sum(1)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rocmega.progress import Progress, silent
@@ -44,7 +45,7 @@ def progress(quiet: bool = False, in_bytes: bool = False) -> Iterator[Progress]:
 
     in_bytes: what is counted are bytes; the bar then shows speed and time left.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty() or find_spec("rich") is None:  # `rocmega.compare` does without rich
         yield silent if quiet else _Lines()
         return
     from rich.console import Console

@@ -1,0 +1,3 @@
+from rocmega.compare.command import main
+
+main()

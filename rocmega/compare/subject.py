@@ -1,0 +1,225 @@
+"""What every arm runs: one rank's weights, a cache full of noise, and batches over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocmega import registry
+from rocmega.cache import PAGE, PagedCache
+from rocmega.compare.options import Options
+from rocmega.drivers.select import pick
+from rocmega.errors import RequestError
+from rocmega.packing.traffic import read_bytes
+from rocmega.progress import Progress, silent
+from rocmega.step import StepBatch
+
+if TYPE_CHECKING:
+    from rocmega.drivers.base import Driver
+    from rocmega.packing.plan import Field
+
+CONTEXTS = {"host": (20, 96), "gpu": (1024, 8192, 60_000)}
+RESERVE = 8 << 30  # of a GPU's memory: for what the arms allocate as they run
+
+
+@dataclass
+class Model:
+    """A rank's part of a model, in memory.
+
+    Fields:
+        family: its model_type. config: of the part, as a model of its own. weights: of the family.
+        fields: what was packed, for counting bytes. about: what these weights are, for people.
+    """
+
+    family: str
+    config: Any
+    weights: Any
+    fields: list[Field]
+    about: str
+
+
+def load(options: Options, driver: Driver, progress: Progress = silent) -> Model:
+    """A preset with random weights, a checkpoint or a pack. Raises RocmegaError if there is no such model."""
+    from rocmega.models.glm.presets import PRESETS, preset
+
+    if options.model in PRESETS:
+        return _random(preset(options.model), options, driver, progress)
+    directory = Path(options.model)
+    if not directory.is_dir():
+        raise RequestError(f"--model {options.model!r} is neither a folder nor one of {', '.join(PRESETS)}.")
+    if options.layers is not None or options.format is not None:
+        raise RequestError("--layers and --format are for models by name, which have random weights.")
+    return _stored(directory, options, driver, progress)
+
+
+def _random(fields: dict[str, Any], options: Options, driver: Driver, progress: Progress) -> Model:
+    from rocmega.models.common.random_weights import random_fields
+
+    family = str(fields["model_type"])
+    shard, weights = registry.family_module(family, "shard"), registry.family_module(family, "weights")
+    whole = registry.family_module(family, "config").from_dict(fields)
+    config = whole if options.layers is None else shard.first_layers(whole, options.layers)
+    format = options.format or ("f32" if options.model.endswith("-tiny") else "fp8")
+    formats = weights.Formats(
+        linear="fp8" if format == "mxfp4" else format, island="f32" if format == "f32" else "bf16", expert=format
+    )
+    plan = weights.plan(config, formats, tp=options.tp, arch=driver.arch)
+    values = random_fields(
+        plan, config.num_hidden_layers, driver.device, rank=options.rank, seed=options.seed, progress=progress
+    )
+    part = shard.rank_config(config, options.tp)
+    packed = weights.assemble(plan.formats, config, values, options.tp, options.rank)
+    return Model(family, part, packed, list(plan.fields.values()), f"random weights, made there, seed {options.seed}")
+
+
+def _stored(directory: Path, options: Options, driver: Driver, progress: Progress) -> Model:
+    from rocmega.packing import find, open_pack
+
+    tp, rank = options.tp, options.rank
+    folder = find(directory, tp, rank)
+    source = folder or directory
+    family, whole = str(registry.read_config(source)["model_type"]), registry.load_config(source)
+    shard, weights = registry.family_module(family, "shard"), registry.family_module(family, "weights")
+    if folder is not None:
+        pack = open_pack(folder)
+        pack.check_for(arch=driver.arch, tp=tp, rank=rank)
+        packed = weights.assemble(pack.formats, whole, pack.load(driver.device), tp, rank)
+        return Model(
+            family, shard.rank_config(whole, tp), packed, list(pack.fields.values()), f"the pack {folder.name}"
+        )
+    from rocmega.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(directory)
+    plan = weights.plan_of(checkpoint, whole, tp=tp, arch=driver.arch)
+
+    def show(done: int, total: int) -> None:
+        progress("packing the weights", done, total)
+
+    packed = weights.pack(checkpoint, whole, show, driver.device, tp=tp, rank=rank, arch=driver.arch)
+    return Model(
+        family, shard.rank_config(whole, tp), packed, list(plan.fields.values()), f"checkpoint {directory.name}"
+    )
+
+
+@dataclass
+class Subject:
+    """A model on a device, with a cache of noise, and the mega-task and standard paths over them, made when asked for.
+
+    Fields:
+        contexts: what is measured. pages: of the cache; `fits` says what has room in it.
+    """
+
+    options: Options
+    driver: Driver
+    model: Model
+    contexts: tuple[int, ...]
+    cache: PagedCache
+    _mega: Any = field(default=None, repr=False)
+
+    @classmethod
+    def open(cls, options: Options, progress: Progress = silent) -> Subject:
+        """Raises RocmegaError if the device, the model or the cache cannot be had."""
+        driver = pick(options.device)
+        model = load(options, driver, progress)
+        contexts = options.contexts or CONTEXTS["host" if driver.arch == "host" else "gpu"]
+        longest = model.config.max_position_embeddings
+        if max(contexts) > longest:
+            raise RequestError(f"--contexts {max(contexts)}: the model's longest context is {longest} tokens.")
+        progress("filling the cache with noise")
+        spec = model.config.cache_spec(model.weights.formats.cache)
+        most = _free_bytes(driver) // spec.page_bytes()
+        wanted = [_pages(rows, context) for rows in options.rows for context in contexts]
+        possible = [pages for pages in wanted if pages <= most]
+        if not possible:
+            smallest, free = (pages * spec.page_bytes() / 1e9 for pages in (min(wanted), most))
+            raise RequestError(
+                f"the smallest cache that was asked for takes {smallest:.1f} GB beside the weights, and {free:.1f} GB "
+                "are free: ask for fewer rows, contexts or layers."
+            )
+        cache = PagedCache(spec, max(possible), driver)
+        generator = torch.Generator(cache.device).manual_seed(options.seed)
+        for pool in (*cache.latent, *cache.index):
+            if pool is not None:
+                pool.normal_(generator=generator)
+        return cls(options, driver, model, contexts, cache)
+
+    @property
+    def device(self) -> torch.device:
+        return self.driver.device
+
+    @property
+    def layers(self) -> int:
+        return int(self.model.config.num_hidden_layers)
+
+    def module(self, name: str) -> Any:
+        """A module of the model's family."""
+        return registry.family_module(self.model.family, name)
+
+    def standard(self, **options: Any) -> Any:
+        """A standard path over the same weights and cache; options: those of the family's StandardPath."""
+        return self.module("standard").StandardPath(self.model.config, self.model.weights, self.cache, **options)
+
+    def mega(self) -> Any:
+        """The mega-task. Raises RocmegaError if it cannot be built for this model or device."""
+        if self._mega is None:
+            self._mega = self.module("mega").MegaPath(
+                self.model.config,
+                self.model.weights,
+                self.cache,
+                self.driver,
+                blocks=self.options.blocks,
+                max_model_len=max(self.contexts),
+            )
+        return self._mega
+
+    def why_not(self, rows: int, context: int) -> str | None:
+        """Why the cache has no room for these rows; None if it has."""
+        short = _pages(rows, context) - self.cache.pages
+        if short <= 0:
+            return None
+        size = self.cache.spec.page_bytes() / 1e9
+        return f"no room: the cache has {self.cache.pages * size:.1f} GB, and {short * size:.1f} GB more are needed"
+
+    def batch(self, rows: int, context: int) -> StepBatch:
+        """Rows of different requests, each with `context` tokens, its own included."""
+        for row in range(max(self.options.rows)):
+            self.cache.release(row)
+        for row in range(rows):
+            self.cache.grow(row, context)
+        positions = torch.full((rows,), context - 1, dtype=torch.int32)
+        return StepBatch(self._tokens(rows), positions, self.cache.block_table(list(range(rows))))
+
+    def with_other_tokens(self, batch: StepBatch, draw: int) -> StepBatch:
+        """The same rows at the same positions."""
+        return dataclasses.replace(batch, tokens=self._tokens(batch.rows, draw))
+
+    def step_bytes(self, rows: int, context: int) -> float:
+        """Bytes that a step reads: rocmega.packing.traffic says what is counted."""
+        reads = self.module("traffic").cache_reads(self.model.config, self.model.weights.formats, context)
+        return sum(read_bytes(field, rows) for field in self.model.fields) + rows * sum(reads.values())
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._mega is not None:
+            self._mega.close()
+        self.cache.close()
+
+    def _tokens(self, rows: int, draw: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.options.seed * 1000 + draw)
+        return torch.randint(0, self.model.config.vocab_size, (rows,), generator=generator).to(torch.int32)
+
+
+def _pages(rows: int, context: int) -> int:
+    return rows * -(-context // PAGE)
+
+
+def _free_bytes(driver: Driver) -> int:
+    if driver.device.type == "cpu":
+        return 8 << 30
+    torch.cuda.empty_cache()  # what torch keeps for later is free
+    free, _ = torch.cuda.mem_get_info(driver.device)
+    return max(0, free - RESERVE)
