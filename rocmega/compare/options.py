@@ -22,6 +22,7 @@ class Options:
         tp, rank, loopback: measure one of `tp` ranks alone; `loopback` says that one knows that it is alone.
         layers: the first layers only; all by default.
         format: of a preset's big matrices; of the published checkpoint, and f32 for the tiny ones, by default.
+        activations: what big matrices meet, as for `rocmega.LLM`.
         rows, contexts: every pair is measured. contexts: tokens in the cache, the step's own included; by default
             what suits the device.
         arms: names of `arms.ARMS`, all by default.
@@ -35,6 +36,7 @@ class Options:
     loopback: bool = False
     layers: int | None = None
     format: str | None = None
+    activations: str = "auto"
     rows: tuple[int, ...] = (1, 4, 8)
     contexts: tuple[int, ...] | None = None
     arms: tuple[str, ...] | None = None
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--loopback", action="store_true", help="the rank is alone: what its peers would send is left out")
     add("--layers", type=int, metavar="N", help="the model's first N layers only")
     add("--format", metavar="F", help=f"of a preset's big matrices: {', '.join(FORMATS)}")
+    add("--activations", default="auto", help="what big matrices meet: auto, bf16, fp8 or f32")
     add("--rows", type=_numbers, default=Options.rows, metavar="M,...", help="requests in a step; 1,4,8 by default")
     add("--contexts", type=_numbers, metavar="T,...", help="tokens in each request's cache")
     add("--arms", type=_names, metavar="A,...", help="standard, graph, compiled, mega; all by default")

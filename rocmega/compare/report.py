@@ -84,7 +84,10 @@ class Report:
     def labels(self) -> list[str]:
         """What nobody may quote a figure without."""
         about = self.about
-        out = [f"{about['model']}, {self.layers} layers, {about['weights']}; the cache holds {about['cache']}."]
+        out = [
+            f"{about['model']}, {self.layers} layers in {about['label']}, activations {about['activations']}; "
+            f"{about['weights']}; the cache holds {about['cache']}."
+        ]
         if about["tp"] > 1:
             out.append(
                 f"Rank {about['rank']} of {about['tp']} alone on one device (loopback): its part of heads, experts "

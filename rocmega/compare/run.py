@@ -63,6 +63,8 @@ def _about(subject: Subject) -> dict[str, Any]:
         "weights": subject.model.about,
         "cache": "noise",
         "formats": weights.formats.to_json(),
+        "label": weights.formats.label,
+        "activations": subject.activations,
         "weight_bytes": weights.bytes(),
         "layers": subject.layers,
         "tp": options.tp,

@@ -67,12 +67,12 @@ def _random(fields: dict[str, Any], options: Options, driver: Driver, progress: 
     formats = weights.Formats(
         linear="fp8" if format == "mxfp4" else format, island="f32" if format == "f32" else "bf16", expert=format
     )
-    plan = weights.plan(config, formats, tp=options.tp, arch=driver.arch)
+    plan = weights.plan(config, formats, tp=options.tp, arch=driver.arch, activations=options.activations)
     values = random_fields(
         plan, config.num_hidden_layers, driver.device, rank=options.rank, seed=options.seed, progress=progress
     )
     part = shard.rank_config(config, options.tp)
-    packed = weights.assemble(plan.formats, config, values, options.tp, options.rank)
+    packed = weights.assemble(plan.formats, part, values)  # a model of its own, which knows of no other ranks
     return Model(family, part, packed, list(plan.fields.values()), f"random weights, made there, seed {options.seed}")
 
 
@@ -87,19 +87,21 @@ def _stored(directory: Path, options: Options, driver: Driver, progress: Progres
     if folder is not None:
         pack = open_pack(folder)
         pack.check_for(arch=driver.arch, tp=tp, rank=rank)
-        packed = weights.assemble(pack.formats, whole, pack.load(driver.device), tp, rank)
+        packed = weights.assemble(pack.formats, whole, pack.load(driver.device))
         return Model(
             family, shard.rank_config(whole, tp), packed, list(pack.fields.values()), f"the pack {folder.name}"
         )
     from rocmega.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(directory)
-    plan = weights.plan_of(checkpoint, whole, tp=tp, arch=driver.arch)
+    wanted: dict[str, Any] = {"tp": tp, "arch": driver.arch, "activations": options.activations}
+    plan = weights.plan_of(checkpoint, whole, **wanted)
 
     def show(done: int, total: int) -> None:
         progress("packing the weights", done, total)
 
-    packed = weights.pack(checkpoint, whole, show, driver.device, tp=tp, rank=rank, arch=driver.arch)
+    packed = weights.pack(checkpoint, whole, show, driver.device, rank=rank, **wanted)
+    packed = dataclasses.replace(packed, tp=1, rank=0)
     return Model(
         family, shard.rank_config(whole, tp), packed, list(plan.fields.values()), f"checkpoint {directory.name}"
     )
@@ -152,6 +154,11 @@ class Subject:
         return self.driver.device
 
     @property
+    def activations(self) -> str:
+        """What big matrices meet, in every arm."""
+        return str(self.module("activations").choose(self.model.weights.formats, self.options.activations))
+
+    @property
     def layers(self) -> int:
         return int(self.model.config.num_hidden_layers)
 
@@ -161,6 +168,7 @@ class Subject:
 
     def standard(self, **options: Any) -> Any:
         """A standard path over the same weights and cache; options: those of the family's StandardPath."""
+        options = {"activations": self.activations, **options}
         return self.module("standard").StandardPath(self.model.config, self.model.weights, self.cache, **options)
 
     def mega(self) -> Any:
@@ -173,6 +181,7 @@ class Subject:
                 self.driver,
                 blocks=self.options.blocks,
                 max_model_len=max(self.contexts),
+                activations=self.activations,
             )
         return self._mega
 
