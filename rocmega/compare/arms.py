@@ -151,6 +151,13 @@ def _compiled(subject: Subject, batch: StepBatch) -> Step:
     return step if subject.device.type == "cpu" else Captured(step)
 
 
+def _fused(subject: Subject, batch: StepBatch) -> Step:
+    """What an engine would run, sized for this context."""
+    if subject.device.type == "cpu":
+        raise RequestError("Triton kernels need a GPU.")
+    return Captured(StandardStep(subject.fused(int(batch.positions.max()) + 1), batch))
+
+
 def _mega(subject: Subject, batch: StepBatch) -> Step:
     return MegaStep(subject.mega(), batch)
 
@@ -159,5 +166,6 @@ ARMS: dict[str, Arm] = {
     "standard": Arm("standard path, eager", _eager, on_cpu=True),
     "graph": Arm("standard path, graph", _graph),
     "compiled": Arm("standard path, torch.compile and graph", _compiled),
+    "fused": Arm("standard path, fused Triton kernels, graph", _fused),
     "mega": Arm("mega-task, one launch a token", _mega, standard=False, on_cpu=True),
 }

@@ -171,6 +171,11 @@ class Subject:
         options = {"activations": self.activations, **options}
         return self.module("standard").StandardPath(self.model.config, self.model.weights, self.cache, **options)
 
+    def fused(self, max_model_len: int) -> Any:
+        """The fused standard path, whose activations are bf16."""
+        path = self.module("fused").FusedPath
+        return path(self.model.config, self.model.weights, self.cache, max_model_len=max_model_len)
+
     def mega(self) -> Any:
         """The mega-task. Raises RocmegaError if it cannot be built for this model or device."""
         if self._mega is None:
