@@ -49,6 +49,7 @@ void explain_word(const void* p, char* text, size_t size);
 // lds.cpp
 uint32_t lds_size();  // words, of all arrays
 void lds_start(Block&);
+void lds_forget_copies(LdsCopies*);
 
 // mma.cpp
 struct MmaQueue;

@@ -1,9 +1,11 @@
 // Starts a launch and ends it: fibers, their stacks, the signal handler, and what is reported.
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/time.h>
 
 #include "internal.h"
 
@@ -57,9 +59,11 @@ void start_fibers() {
   for (int i = 0; i < n_waves; ++i) {
     Wave& w = waves[i];
     StoreQueue* stores = w.stores;
+    LdsCopies* copies = w.copies;
     memset(&w, 0, sizeof w);
     w.block = &blocks[i * LANES / launch.threads], w.index = i * LANES % launch.threads / LANES;
     w.ready = ~0ull, w.looked_at = ~0ull, w.stores = stores;
+    lds_forget_copies(w.copies = copies);
     mma_start(w, products, i);
   }
   for (int i = 0; i < n_fibers; ++i) {
@@ -94,6 +98,50 @@ void on_fault(int, siginfo_t* info, void*) {
          self->place.task, where, raw ? " past the accessors" : "");
   give_up();
 }
+
+// Asked each second of processor time: has any thread been switched to? A spin that neither polls nor pauses never ends.
+constexpr int PATIENT_SECONDS = 3;
+pthread_t launching_thread;
+uint64_t switches_seen;
+int seconds_without;
+
+void on_timer(int) {
+  if (!pthread_equal(pthread_self(), launching_thread)) {
+    pthread_kill(launching_thread, SIGVTALRM);
+    return;
+  }
+  seconds_without = result.switches == switches_seen ? seconds_without + 1 : 0;
+  switches_seen = result.switches;
+  if (seconds_without < PATIENT_SECONDS) return;
+  report("%s stage %s task %u runs on and on without looking at anything; missing: a load in its loop that reads anew",
+         block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task);
+  give_up();
+}
+
+struct Watchdog {
+  struct sigaction was;
+  explicit Watchdog(bool on) : on(on) {
+    if (!on) return;
+    launching_thread = pthread_self(), switches_seen = 0, seconds_without = 0;
+    struct sigaction act;
+    memset(&act, 0, sizeof act);
+    act.sa_handler = on_timer, act.sa_flags = SA_ONSTACK | SA_NODEFER | SA_RESTART;
+    sigaction(SIGVTALRM, &act, &was);
+    set(1);
+  }
+  ~Watchdog() {
+    if (!on) return;
+    set(0);
+    sigaction(SIGVTALRM, &was, nullptr);
+  }
+
+ private:
+  bool on;
+  static void set(int seconds) {
+    itimerval every{{seconds, 0}, {seconds, 0}};
+    setitimer(ITIMER_VIRTUAL, &every, nullptr);
+  }
+};
 
 }  // namespace
 
@@ -163,7 +211,10 @@ extern "C" void rocmega_host_launch(const Launch* wanted, Result* out) {
   make_fibers();
   start_fibers();
   scheduler_start();
-  scheduler_run();
+  {
+    Watchdog watchdog(checking);
+    scheduler_run();
+  }
   for (int i = 0; i < n_fibers; ++i)
     if (overflowed(i)) report_overflow(i);
   if (checking) memory_finish();

@@ -1,10 +1,10 @@
-// What the host driver and the runtime tell each other. Mirrored in rocmega/drivers/host.py, which compares HOST_ABI.
+// What the host driver and the runtime tell each other. Mirrored in rocmega/drivers/host_abi.py, which compares HOST_ABI.
 #pragma once
 #include <stdint.h>
 
 namespace host {
 
-constexpr uint32_t HOST_ABI = 2;
+constexpr uint32_t HOST_ABI = 3;
 
 struct Snapshot;
 struct Readers;
@@ -19,12 +19,15 @@ struct History {  // of a word: who stored it last, what came with that, and who
   const Snapshot* published;
 };
 
+static_assert(sizeof(History) == 56, "host_abi.py frees them");
+
 struct Region {
   char name[64];
   uint64_t offset, bytes;  // in the arena
   uint32_t* epochs;        // of every word; this and the next are made by the first checked launch, with mmap
   History* history;
-  uint64_t peers;  // other ranks write it
+  uint64_t peers;   // other ranks write it
+  uint64_t stages;  // that may store there, a bit each
 };
 
 // All shared memory of a process: two equal ranges of addresses, of which kernels know the first and may not touch it.

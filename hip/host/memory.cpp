@@ -345,6 +345,11 @@ void check_scope(const void* p, Scope scope) {
 void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoch, bool tagged) {
   check_scope(p, scope);
   Spot at = spot_of(p, words);
+  if (!(at.region->stages >> self->place.stage % 64 & 1))
+    report(
+        "%s %s stores %s, a region that is not its own; missing: the right address, or the region in what the stage is "
+        "said to write",
+        wave_text(self->wave - waves), place_text(self->place.stage, self->place.task), where_text(at));
   if (tagged) check_tag({at.region, at.word + 1}, epoch);
   for (int i = 0; i < words; i += 2) {  // 8 bytes travel together, 16 may be torn
     Store s{at.region,           at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope,

@@ -25,6 +25,8 @@ struct LdsShadow {  // who touched a word since the last barrier; see lds.cpp
   uint16_t writer, reader, atomic, stage;
   uint32_t task;
   uint16_t before[3];  // who wrote, read, changed it before the wave's last barrier: still news to other waves
+  bool filled;         // in this launch
+  uint8_t on_its_way;  // asynchronous copies that may land in it
 };
 
 struct Block {
@@ -37,6 +39,7 @@ struct Block {
 struct Wave;
 struct MmaCounts;
 struct StoreQueue;
+struct LdsCopies;
 using Collective = void (*)(Wave&);
 
 struct Wave {
@@ -49,6 +52,7 @@ struct Wave {
   uint64_t slots[LANES];  // what lanes bring to a collective, and take from it
   MmaCounts* products;
   StoreQueue* stores;  // on their way; only with the memory model
+  LdsCopies* copies;   // into LDS, on their way
 };
 
 struct Fiber {
@@ -156,9 +160,17 @@ void acquire();
 
 // LDS as kernels see it: an array of words whose every access is checked against the barriers of its block.
 enum LdsAccess { LDS_READ, LDS_WRITE, LDS_ATOMIC };
+struct LdsWord {
+  const char* name;
+  uint32_t word, index;  // of all LDS, of the array
+};
 void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess);
 HOST_COLD void lds_outside(const char* name, uint32_t index, uint32_t size);
 uint32_t lds_reserve(uint32_t words);
+// An asynchronous copy of 16 bytes by this lane. With the checks on it lands any time until its wave waits for all but the
+// newest `left` of each lane's copies, which is collective over the wave; without, at once.
+void lds_copy(LdsWord to, const void* from);
+void lds_wait(int left);
 
 template <class T, uint32_t SIZE> class Lds {
   static_assert(sizeof(T) == 4, "LDS is kept in words");
@@ -186,6 +198,11 @@ template <class T, uint32_t SIZE> class Lds {
  public:
   explicit Lds(const char* name) : name(name), base(lds_reserve(SIZE)) {}
   Word operator[](uint32_t index) const { return {*this, index}; }
+  // 16 bytes that arrive later; index a multiple of 4.
+  void copy4(uint32_t index, const void* from) const {
+    if (index % 4 || index >= SIZE || SIZE - index < 4) lds_outside(name, index, SIZE);
+    lds_copy({name, base + index, index}, from);
+  }
   T& atomic(uint32_t index) const { return *word(index, LDS_ATOMIC); }
   void read4(uint32_t index, uint32_t* out) const {
     if (index % 4) lds_outside(name, index, SIZE);

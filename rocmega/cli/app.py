@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rocmega.cli import build, compare, decode, demo, doctor, inspect, pack
+from rocmega.cli import build, check, compare, decode, demo, doctor, inspect, pack
 from rocmega.errors import RocmegaError
 
 FAILED = 2
@@ -39,6 +39,7 @@ app.command()(demo.demo)
 app.command()(decode.decode)
 app.command(context_settings=compare.SETTINGS)(compare.compare)
 app.command()(pack.pack)
+app.command()(check.check)
 app.command()(build.build)
 app.command()(doctor.doctor)
 app.command()(inspect.inspect)

@@ -16,11 +16,12 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rocmega.drivers import host_abi as abi
 from rocmega.drivers.base import DeviceFacts, Function, SharedBuffer
 from rocmega.errors import DriverError, StepError
 
@@ -37,83 +38,10 @@ STACK_BYTES = 32 << 10  # of a thread; kernels use two or three KB
 STACK_GUARD = 1 << 20
 HUGE_STACKS = 1 << 29  # bytes of stacks in huge pages: one wave has as many stacks as a small TLB has entries
 MAX_REGIONS = 16384
-HISTORY_BYTES = 56  # of each word, what the checker knows
-HOST_ABI = 2
-CHECK, WATCH_WAITS, PEERS, REPLAY, IN_STEP, KIND_MEMORY = 1, 2, 4, 8, 16, 32
 RECORD_ROOM = 1 << 20  # choices of a launch that are kept
 MAX_XCDS = 64  # of all ranks that run in one launch
 MAX_BLOCKS = 65535
 COMPUTE_UNITS = 4  # what a persistent kernel gets unless told otherwise: enough for blocks to wait for each other
-
-
-class _Region(ctypes.Structure):
-    _fields_ = [
-        ("name", ctypes.c_char * 64),
-        ("offset", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("epochs", ctypes.c_void_p),
-        ("history", ctypes.c_void_p),
-        ("peers", ctypes.c_uint64),
-    ]
-
-
-class _Arena(ctypes.Structure):
-    _fields_ = [
-        ("window", ctypes.c_void_p),
-        ("data", ctypes.c_void_p),
-        ("bytes", ctypes.c_uint64),
-        ("regions", ctypes.POINTER(_Region)),
-        ("count", ctypes.c_uint64),
-    ]
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = [
-        ("kernel", ctypes.c_void_p),
-        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
-        ("arena", ctypes.POINTER(_Arena)),
-        ("stages", ctypes.POINTER(ctypes.c_char_p)),
-        ("n_stages", ctypes.c_uint32),
-        ("serial", ctypes.c_uint32),
-        ("ranks", ctypes.c_uint32),
-        ("blocks", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("xcds", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("seed", ctypes.c_uint64),
-        ("patience", ctypes.c_double),
-        ("stacks", ctypes.c_void_p),
-        ("stack_bytes", ctypes.c_uint64),
-        ("choices", ctypes.POINTER(ctypes.c_uint64)),
-        ("n_choices", ctypes.c_uint64),
-        ("record", ctypes.POINTER(ctypes.c_uint64)),
-        ("record_room", ctypes.c_uint64),
-    ]
-
-
-class _Result(ctypes.Structure):
-    _fields_ = [
-        ("turns", ctypes.c_uint64),
-        ("switches", ctypes.c_uint64),
-        ("reports", ctypes.c_uint64),
-        ("recorded", ctypes.c_uint64),
-        ("seconds", ctypes.c_double),
-        ("finished", ctypes.c_uint32),
-        ("stuck", ctypes.c_uint32),
-        ("rank", ctypes.c_uint32),
-        ("block", ctypes.c_uint32),
-        ("stage", ctypes.c_uint32),
-        ("task", ctypes.c_uint32),
-        ("expected", ctypes.c_uint32),
-        ("seen", ctypes.c_uint32),
-        ("report", ctypes.c_char * 1500),
-        ("story", ctypes.c_char * 2500),
-    ]
-
-
-def _abi() -> int:
-    sizes = ctypes.sizeof(_Launch) << 16 | ctypes.sizeof(_Result) << 4 | ctypes.sizeof(_Region) // 8
-    return (HOST_ABI << 24 | sizes) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -153,7 +81,7 @@ class Order:
 
     @property
     def flags(self) -> int:
-        return REPLAY | IN_STEP * self.in_step | KIND_MEMORY * self.kind_memory
+        return abi.REPLAY | abi.IN_STEP * self.in_step | abi.KIND_MEMORY * self.kind_memory
 
 
 class Memory:
@@ -165,7 +93,7 @@ class Memory:
         self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self._regions = (_Region * MAX_REGIONS)()
+        self._regions = (abi.Region * MAX_REGIONS)()
         self._exported: dict[int, tuple[tuple[int, int, int], SharedBuffer]] = {}  # address -> fd, lead, span; buffer
         self._cursor = GAP
         nbytes = ARENA_BYTES
@@ -177,7 +105,7 @@ class Memory:
                 nbytes //= 2
                 if nbytes < 1 << 30:
                     raise
-        self.arena = _Arena(window, data, nbytes, self._regions, 0)
+        self.arena = abi.Arena(window, data, nbytes, self._regions, 0)
         self.lock = threading.RLock()  # also held by launches: the table must not change under a running kernel
         self.launches = 0
         self._stacks, self._stacks_bytes = 0, 0
@@ -290,11 +218,21 @@ class Memory:
         tensor = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=lead)
         return SharedBuffer(name, self.arena.window + start + lead, tensor, lambda: self._free(start, lead, span))
 
+    def allow(self, stages: Sequence[str], writes: Mapping[str, Sequence[str]]) -> None:
+        """Notes in every region which stages may store there; call it with the lock."""
+        masks: dict[str, int] = {}
+        for number, stage in enumerate(stages):
+            for name in writes.get(stage, ()):
+                masks[name] = masks.get(name, 0) | 1 << number
+        for region in self._regions[: self.arena.count]:
+            name = region.name.decode(errors="replace").partition("[")[0]
+            region.stages = masks.get(name, abi.ALL_STAGES)
+
     def _insert(self, name: str, offset: int, nbytes: int, peers: bool) -> None:
         at, count = bisect.bisect(self._offsets(), offset), self.arena.count
-        size, base = ctypes.sizeof(_Region), ctypes.addressof(self._regions)
+        size, base = ctypes.sizeof(abi.Region), ctypes.addressof(self._regions)
         ctypes.memmove(base + (at + 1) * size, base + at * size, (count - at) * size)
-        self._regions[at] = _Region(name.encode()[:63], offset, nbytes, None, None, peers)
+        self._regions[at] = abi.Region(name.encode()[:63], offset, nbytes, None, None, peers, abi.ALL_STAGES)
         self.arena.count = count + 1
 
     def _free(self, start: int, lead: int, span: int) -> None:
@@ -303,8 +241,8 @@ class Memory:
             region, count = self._regions[at], self.arena.count
             if region.epochs:
                 self._libc.munmap(region.epochs, region.bytes)
-                self._libc.munmap(region.history, (region.bytes + 3) // 4 * HISTORY_BYTES)
-            size, base = ctypes.sizeof(_Region), ctypes.addressof(self._regions)
+                self._libc.munmap(region.history, (region.bytes + 3) // 4 * abi.HISTORY_BYTES)
+            size, base = ctypes.sizeof(abi.Region), ctypes.addressof(self._regions)
             ctypes.memmove(base + at * size, base + (at + 1) * size, (count - at - 1) * size)
             self.arena.count = count - 1
             self._reserve(span, self.arena.data + start)
@@ -334,13 +272,13 @@ class HostModule:
         self.path = path
         try:
             self.library = ctypes.CDLL(str(path))
-            abi, self.launch = self.library.rocmega_host_abi, self.library.rocmega_host_launch
+            version, self.launch = self.library.rocmega_host_abi, self.library.rocmega_host_launch
         except (OSError, AttributeError) as error:
             raise DriverError(f"{path} cannot be loaded as a kernel for the host: {error}.") from error
-        abi.restype = ctypes.c_uint32
-        if abi() != _abi():
+        version.restype = ctypes.c_uint32
+        if version() != abi.version():
             raise DriverError(f"{path} was built from another version of hip/host: build it again.")
-        self.launch.argtypes = [ctypes.POINTER(_Launch), ctypes.POINTER(_Result)]
+        self.launch.argtypes = [ctypes.POINTER(abi.Launch), ctypes.POINTER(abi.Result)]
         self.launch.restype = None
 
     def function(self, name: str, stages: Sequence[str] = ()) -> Function:
@@ -363,6 +301,8 @@ class HostDriver:
     Attributes that a caller may set between launches:
         order: an order of waves to follow, None for that of the seed.
         record: keep the order of each launch in its report.
+        writes: stage -> regions that it may store to, with the checks on; regions that are nowhere named are anybody's.
+            A name stands for all regions `name[...]`.
     """
 
     name = "host"
@@ -384,6 +324,7 @@ class HostDriver:
         self.has_peers = False  # other processes write some of the memory
         self.order: Order | None = None
         self.record = False
+        self.writes: Mapping[str, Sequence[str]] | None = None
         self.last_report: LaunchReport | None = None
 
     def facts(self) -> DeviceFacts:
@@ -443,15 +384,16 @@ class HostDriver:
         module, address = function.handle
         names = (ctypes.c_char_p * max(1, len(function.stages)))(*[s.encode() for s in function.stages])
         watch = self.check if self.watch is None else self.watch
-        flags = CHECK * self.check | WATCH_WAITS * watch | PEERS * self.has_peers
+        flags = abi.CHECK * self.check | abi.WATCH_WAITS * watch | abi.PEERS * self.has_peers
         choices = [turn << 16 | wave for turn, wave in self.order.choices] if self.order else []
         if self.order:
             flags |= self.order.flags
         record = (ctypes.c_uint64 * RECORD_ROOM)() if self.record else None
-        result, mem = _Result(), memory()
+        result, mem = abi.Result(), memory()
         with mem.lock:
             mem.launches += 1
-            launch = _Launch(
+            mem.allow(function.stages, self.writes or {})
+            launch = abi.Launch(
                 address, (ctypes.c_void_p * ranks)(*arguments), ctypes.pointer(mem.arena), names,
                 len(function.stages), mem.launches, ranks, blocks, threads, self.xcds,
                 flags, self.seed, self.patience, mem.stacks(ranks * blocks * threads * STACK_BYTES), STACK_BYTES,
@@ -467,7 +409,7 @@ class HostDriver:
         if result.reports:
             self._raise(function, result, text)
 
-    def _raise(self, function: Function, result: _Result, text: str) -> None:
+    def _raise(self, function: Function, result: abi.Result, text: str) -> None:
         more = f" ({result.reports - 1} more reports followed.)" if result.reports > 1 else ""
         if result.stuck:
             stage = function.stage(result.stage)
