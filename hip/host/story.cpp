@@ -7,12 +7,13 @@
 namespace host {
 namespace {
 
-constexpr int KEPT = 64, TOLD = 5;
+constexpr int KEPT = 64, TOLD = 7;
 struct Event {
   Sync sync;
   uint16_t stage;
   int from;
   uint32_t clock, task, tag;
+  uint64_t number;  // of all
   Spot at;
 };
 struct Log {
@@ -21,6 +22,7 @@ struct Log {
 };
 Log* logs;
 int made_for;
+uint64_t noted;
 
 const Event& event(const Log& log, uint64_t number) { return log.events[number % KEPT]; }
 
@@ -33,8 +35,8 @@ __attribute__((format(printf, 1, 2))) void tell(const char* format, ...) {
   va_end(list);
 }
 
-void tell_event(const Event& e) {
-  tell("    %s: ", place_text(e.stage, e.task));
+void tell_event(int wave, const Event& e) {
+  tell("    %s, wave %d: ", place_text(e.stage, e.task), waves[wave].index);
   switch (e.sync) {
     case Sync::DRAIN:
       return tell("drain\n");
@@ -51,6 +53,23 @@ void tell_event(const Event& e) {
   }
 }
 
+// The first event of a block from number `from` on, or the last before it if not `forward`; null if none is kept. Of barriers
+// only those of one wave: they are all waves'.
+const Event* next_event(const Block& block, int wave_of_barriers, uint64_t from, bool forward, int& wave) {
+  int per_block = n_waves / n_blocks, first = block.index * per_block;
+  const Event* best = nullptr;
+  for (int w = first; w < first + per_block; ++w)
+    for (uint64_t i = logs[w].count > KEPT ? logs[w].count - KEPT : 0; i < logs[w].count; ++i) {
+      const Event& e = event(logs[w], i);
+      if (e.sync == Sync::BARRIER && w != wave_of_barriers) continue;
+      if (forward ? e.number < from || (best && e.number >= best->number)
+                  : e.number >= from || (best && e.number <= best->number))
+        continue;
+      best = &e, wave = w;
+    }
+  return best;
+}
+
 }  // namespace
 
 void story_start() {
@@ -64,23 +83,31 @@ void story_start() {
 
 void story_note(int wave, Sync sync, uint32_t clock, Spot at, uint32_t tag, int from) {
   Log& log = logs[wave];
+  if (log.count && sync == Sync::RELEASE && event(log, log.count - 1).sync == sync) return;  // each lane's
   const Place& place = fibers[wave * LANES].place;
-  log.events[log.count++ % KEPT] = {sync, (uint16_t)place.stage, from, clock, place.task, tag, at};
+  log.events[log.count++ % KEPT] = {sync, (uint16_t)place.stage, from, clock, place.task, tag, noted++, at};
 }
 
 void story_tell(int writer, uint32_t since, int reader) {
   if (result.reports != 1) return;
-  const Log& theirs = logs[writer];
-  uint64_t oldest = theirs.count > KEPT ? theirs.count - KEPT : 0, told = 0;
-  tell("  %s, from that access on:\n", wave_text(writer));
-  for (uint64_t i = oldest; i < theirs.count && told < TOLD; ++i)
-    if (event(theirs, i).clock >= since) tell_event(event(theirs, i)), ++told;
+  const Log& log = logs[writer];
+  uint64_t from = ~0ull;
+  for (uint64_t i = log.count > KEPT ? log.count - KEPT : 0; i < log.count && from == ~0ull; ++i)
+    if (event(log, i).clock >= since) from = event(log, i).number;
+  int wave, told = 0;
+  tell("  %s after that access, and its block:\n", wave_text(writer));
+  for (const Event* e; told < TOLD && (e = next_event(*waves[writer].block, writer, from, true, wave)); ++told)
+    tell_event(wave, *e), from = e->number + 1;
   if (!told) tell("    nothing that others could see\n");
-  const Log& mine = logs[reader];
-  tell("  %s, up to this access:\n", wave_text(reader));
-  uint64_t kept = mine.count < KEPT ? mine.count : KEPT, shown = kept < TOLD ? kept : TOLD;
-  for (uint64_t i = mine.count - shown; i < mine.count; ++i) tell_event(event(mine, i));
-  if (!shown) tell("    nothing that others could have told it\n");
+
+  const Event* last[TOLD];
+  int last_wave[TOLD], n = 0;
+  from = ~0ull;
+  while (n < TOLD && (last[n] = next_event(*waves[reader].block, reader, from, false, last_wave[n])))
+    from = last[n++]->number;
+  tell("  %s before this access, and its block:\n", wave_text(reader));
+  if (!n) tell("    nothing that others could have told it\n");
+  while (n--) tell_event(last_wave[n], *last[n]);
 }
 
 // Texts in turn from a few buffers, so that several can stand in one message.
