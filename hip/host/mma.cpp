@@ -14,7 +14,7 @@ struct Product {
   MmaKind kind;
   uint32_t lanes;  // that have noted it
   AccValues* acc[LANES];
-  uint32_t a[LANES][4], b[LANES][4];
+  uint32_t a[LANES][5], b[LANES][9];  // of MXFP4 x MXFP8 all, the scale last; else 4 words of each
 };
 struct MmaQueue : MmaCounts {
   Product ring[RING];
@@ -22,7 +22,7 @@ struct MmaQueue : MmaCounts {
 
 namespace {
 
-constexpr int MAX_K = 64;
+constexpr int MAX_K = 128;
 struct Operands {
   alignas(64) double x[16][MAX_K];  // rows of A
   alignas(64) double y[MAX_K][16];  // columns of B
@@ -97,21 +97,28 @@ Multiply best_multiply() {
 Multiply best_multiply() { return multiply_any; }
 #endif
 
-// Element `i` of a lane's 16 bytes, and how an instruction takes them.
+// How instructions take what a lane holds.
 struct Format {
-  int elements, at_once;  // of a lane: in all, in one instruction
+  int elements;  // of a lane
+  int a, b;      // of A and of B: neighbours in k, before the next lane group's
+  int step;      // k of one instruction
 };
 Format format_of(MmaKind kind) {
   switch (kind) {
     case MMA_F32:
-      return {4, 1};
+      return {4, 1, 1, 4};
     case MMA_BF16_K16:
-      return {8, 4};
+      return {8, 4, 4, 16};
     case MMA_BF16_K32:
-      return {8, 8};
+      return {8, 8, 8, 32};
+    case MMA_MXFP4:
+      return {32, 32, 16, 128};
     default:
-      return {16, 8};
+      return {16, 8, 8, 32};
   }
+}
+int k_of(int element, int chunk, int together) {
+  return element / together * 4 * together + chunk * together + element % together;
 }
 
 float float_of(uint32_t u) {
@@ -133,14 +140,28 @@ void make_fp8_tables() {
     }
 }
 
-void unpack(MmaKind kind, const uint32_t (&w)[4], double (&v)[16]) {
+double e8m0(uint32_t byte) {  // 2^(byte - 127)
+  uint64_t bits = (uint64_t)(byte + 1023 - 127) << 52;
+  double v;
+  memcpy(&v, &bits, 8);
+  return byte == 255 ? __builtin_nan("") : v;
+}
+void unpack_e2m1(const uint32_t* w, double (&v)[32]) {
+  static const double numbers[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  double scale = e8m0(w[4]);
+  for (int i = 0; i < 32; ++i) {
+    uint32_t code = w[i / 8] >> i % 8 * 4 & 15;
+    v[i] = (code & 8 ? -scale : scale) * numbers[code & 7];
+  }
+}
+void unpack(MmaKind kind, const uint32_t* w, double (&v)[32]) {
   if (kind == MMA_F32) {
     for (int i = 0; i < 4; ++i) v[i] = float_of(w[i]);
   } else if (kind == MMA_BF16_K16 || kind == MMA_BF16_K32) {
     for (int i = 0; i < 4; ++i) v[2 * i] = float_of(w[i] << 16), v[2 * i + 1] = float_of(w[i] & 0xffff0000);
   } else {
     const float* table = fp8_table[kind == MMA_FP8_FNUZ];
-    for (int i = 0; i < 16; ++i) v[i] = table[w[i / 4] >> i % 4 * 8 & 255];
+    for (int i = 0; i < (kind == MMA_MXFP4 ? 32 : 16); ++i) v[i] = table[w[i / 4] >> i % 4 * 8 & 255];
   }
 }
 
@@ -162,18 +183,23 @@ struct Tiles {  // may look into accumulators
     int columns = 0;
     bool finite = true;
     for (int l = 0; l < LANES; ++l) {
-      double a[16], b[16];
-      unpack(p.kind, p.a[l], a), unpack(p.kind, p.b[l], b);
+      double a[32], b[32];
+      p.kind == MMA_MXFP4 ? unpack_e2m1(p.a[l], a) : unpack(p.kind, p.a[l], a);
+      unpack(p.kind, p.b[l], b);
       int row = l % 16, chunk = l / 16;
       double check = 0;
       for (int i = 0; i < f.elements; ++i) {
-        int k = i / f.at_once * 4 * f.at_once + chunk * f.at_once + i % f.at_once;
-        o.x[row][k] = a[i], o.y[k][row] = b[i];
+        o.x[row][k_of(i, chunk, f.a)] = a[i], o.y[k_of(i, chunk, f.b)][row] = b[i];
         check += a[i] * 0;
       }
       finite &= check == 0;
-      if ((p.b[l][0] | p.b[l][1] | p.b[l][2] | p.b[l][3]) && row >= columns) columns = row + 1;
+      uint32_t any = 0;
+      for (int i = 0; i < (p.kind == MMA_MXFP4 ? 8 : 4); ++i) any |= p.b[l][i];
+      if (any && row >= columns) columns = row + 1;
     }
+    if (p.kind == MMA_MXFP4)
+      for (int k = 0; k < 128; ++k)
+        for (int row = 0; row < 16; ++row) o.y[k][row] *= e8m0(p.b[k / 32 * 16 + row][8]);
     return finite ? columns : 16;
   }
 
@@ -190,7 +216,7 @@ struct Tiles {  // may look into accumulators
       }
       held = &p;
       Format f = format_of(p.kind);
-      if (int columns = load(p, f, o)) multiply(o, 4 * f.elements, 4 * f.at_once, columns);
+      if (int columns = load(p, f, o)) multiply(o, 4 * f.elements, f.step, columns);
       p.lanes = 0;
     }
     if (held) scatter(*held, o);
@@ -241,7 +267,8 @@ void mma(MmaKind kind, const uint32_t* a, const uint32_t* b, AccValues& acc) {
     give_up();
   }
   p.acc[lane] = &acc, q.noted[lane] = number + 1;
-  memcpy(p.a[lane], a, 16), memcpy(p.b[lane], b, 16);
+  bool mx = kind == MMA_MXFP4;
+  memcpy(p.a[lane], a, mx ? sizeof p.a[0] : 16), memcpy(p.b[lane], b, mx ? sizeof p.b[0] : 16);
   if (++p.lanes < LANES) return;
   q.complete = number + 1;
   if (q.complete < q.wanted) return;

@@ -212,7 +212,7 @@ template <class T, uint32_t SIZE> class Lds {
 
 // Tile products (mma.cpp). A product waits for the whole wave, and that costs a switch of fibers for each lane. So
 // products are noted and done several at a time, at the latest when an accumulator is looked at.
-enum MmaKind : uint8_t { MMA_F32, MMA_BF16_K16, MMA_BF16_K32, MMA_FP8_OCP, MMA_FP8_FNUZ };
+enum MmaKind : uint8_t { MMA_F32, MMA_BF16_K16, MMA_BF16_K32, MMA_FP8_OCP, MMA_FP8_FNUZ, MMA_MXFP4 };
 
 class AccValues;
 struct MmaCounts {

@@ -274,8 +274,11 @@ DEVICE void fnuz_to_bf16(const u32 (&from)[4], u32 (&to)[8]) {
 }
 #endif
 #if defined(__gfx950__)
-// Scaled products: a lane holds 32 numbers of one row and their scale, E2M1 weights in 16 bytes, e4m3 activations in 32.
+// Scaled products, 128 deep: E2M1 weights, of which lane group g (frag_chunk) holds k = 32g and the next 31 in 16 bytes, and
+// e4m3 activations, of which it holds the 16 from 16g on in x[0] and the 16 from 64 + 16g on in x[1]. Scales: in both cases
+// the group's is for k = 32g and the next 31, so of x not for the numbers beside it.
 #define NATIVE_MX
+#define NATIVE_E2M1
 DEVICE void mma_mxfp4(const Frag& weights, u32 weight_scale, const Frag (&x)[2], u32 x_scale, Acc& acc) {
   typedef int Word8 __attribute__((ext_vector_type(8)));
   constexpr int E4M3 = 0, E2M1 = 4;

@@ -159,6 +159,16 @@ DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
 DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {
   host::mma(FP8_FNUZ ? host::MMA_FP8_FNUZ : host::MMA_FP8_OCP, a.w[0], b.w[0], acc.v);
 }
+#if MMA_K == 32
+#define NATIVE_MX
+DEVICE void mma_mxfp4(const Frag& weights, u32 weight_scale, const Frag (&x)[2], u32 x_scale, Acc& acc) {
+  u32 a[5], b[9];
+  __builtin_memcpy(a, weights.w[0], 16);
+  for (int i = 0; i < 2; ++i) __builtin_memcpy(b + 4 * i, x[i].w[0], 16);
+  a[4] = weight_scale, b[8] = x_scale;
+  host::mma(host::MMA_MXFP4, a, b, acc.v);
+}
+#endif
 
 // OCP e4m3 as bf16, exactly.
 struct Fp8Table {

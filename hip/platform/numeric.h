@@ -115,7 +115,7 @@ DEVICE u32 to_fp8_fnuz(f32 f) {                                              // 
 
 // Eight E2M1 numbers, the low nibble first, times their group's E8M0 scale, as packed bf16. Exact where bf16 has the number.
 DEVICE void e2m1_to_bf16(u32 eight, u32 scale, u32 (&out)[4]) {
-#if defined(NATIVE_MX)
+#if defined(NATIVE_E2M1)
   native_e2m1_to_bf16(eight, e8m0(scale), out);
 #else
   f32 factor = e8m0(scale);

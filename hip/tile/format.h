@@ -122,15 +122,15 @@ struct Mxfp4Wide : Mxfp4Weights {  // for f32 activations
     UNROLL for (int p = 0; p < 4; ++p) mma_wide(widened(w[0], scale, p), x, k / 4 + 8 * frag_chunk() + 2 * p, acc);
   }
 };
-// With MXFP8 activations: gfx950's scaled instruction takes both as they are; elsewhere the activations are in LDS as the
-// bf16 numbers that they stand for.
+// With MXFP8 activations: gfx950's scaled instruction takes both as they are, each in its own order (platform/amd.h);
+// elsewhere the activations are in LDS as the bf16 numbers that they stand for.
 struct Mxfp4A8 : Mxfp4Weights {
   static constexpr int GROUP = 32;
   DEVICE static void multiply(const Frag (&w)[1], const Scale& scale, const Columns& x, int k, Acc& acc) {
 #if defined(NATIVE_MX)
-    int group = k / 8 + 4 * frag_chunk();
-    Frag halves[2] = {act_frag(x, group), act_frag(x, group + 1)};
-    u32 of_group = x.operand[0] < 0 ? 127 : (u32)lds[(x.operand[0] + group + MX_GROUP_SCALE16) * 4];
+    int chunk = frag_chunk(), at = k / 8 + chunk / 2 * 4 + chunk % 2, scale_at = k / 8 + chunk * 4 + MX_GROUP_SCALE16;
+    Frag halves[2] = {act_frag(x, at), act_frag(x, at + 8)};
+    u32 of_group = x.operand[0] < 0 ? 127 : (u32)lds[(x.operand[0] + scale_at) * 4];
     mma_mxfp4(w[0], scale.e8m0[0], halves, of_group, acc);
 #else
     multiply_wide(w[0], scale, x, k, acc);

@@ -68,7 +68,7 @@ class Comparison:
     arch: str
     blocks: int
     lengths: Sequence[int]
-    activations: str = "bf16"
+    activations: str = "auto"
     mega_tasks: int = 1
     host_as: str = ""  # the architecture whose matrix instructions the host has; the same, if not given
     emulator: EmulatorDriver = field(init=False)

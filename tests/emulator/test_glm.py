@@ -21,9 +21,9 @@ from tests.emulator.driver import ARCHS, emulator
 emulator()
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("arch", ARCHS)]
-# Of the weights; a8: that meet activations in FP8; mxfp4: of the experts.
-FORMATS = ("f32", "bf16", "fp8", "fp8-a8", "mxfp4")
-PACKED_FOR_TARGET = ("fp8-a8", "mxfp4")  # gfx942: with FP8 as FNUZ, as `rocmega pack` does
+# Of the weights, mxfp4: of the experts; and what they meet.
+FORMATS = ("f32", "bf16", "fp8", "fp8-fp8", "mxfp4", "mxfp4-fp8", "mxfp4-f32")
+PACKED_FOR_TARGET = ("fp8-fp8", "mxfp4", "mxfp4-fp8", "mxfp4-f32")  # gfx942: with FP8 as FNUZ, as `rocmega pack` does
 SEEDS = (None, 1, 2)
 
 
@@ -40,25 +40,25 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str, str, str], tuple[GlmConfig, GlmWeights]]:
+def model(tiny_checkpoint: Callable[..., Path]) -> Callable[[str, str, str, str], tuple[GlmConfig, GlmWeights]]:
     @cache
-    def load(name: str, dtype: str, arch: str) -> tuple[GlmConfig, GlmWeights]:
+    def load(name: str, dtype: str, arch: str, activations: str) -> tuple[GlmConfig, GlmWeights]:
         directory = tiny_checkpoint(name, dtype)
         config = from_dir(directory)
-        return config, pack(Checkpoint(directory), config, arch=arch)
+        return config, pack(Checkpoint(directory), config, arch=arch, activations=activations)
 
     return load
 
 
 @pytest.fixture
-def compared(model: Callable[[str, str, str], tuple[GlmConfig, GlmWeights]]) -> Iterator[Make]:
+def compared(model: Callable[[str, str, str, str], tuple[GlmConfig, GlmWeights]]) -> Iterator[Make]:
     made: list[Comparison] = []
 
     def make(arch: str, dtype: str, rows: int, blocks: int, **options: Any) -> Comparison:
         packed_for = arch if dtype in PACKED_FOR_TARGET else "host"
-        dtype, _, narrow = dtype.partition("-")
-        options["activations"] = "fp8" if narrow else "bf16"
-        config, weights = model(options.pop("name", "glm-5.2-tiny"), dtype, packed_for)
+        dtype, _, activations = dtype.partition("-")
+        options["activations"] = activations or "auto"
+        config, weights = model(options.pop("name", "glm-5.2-tiny"), dtype, packed_for, options["activations"])
         lengths = options.pop("lengths", LENGTHS[rows])
         made.append(Comparison(config, weights, arch, blocks, lengths, **options))
         return made[-1]
