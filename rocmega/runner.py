@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocmega.drivers.base import Driver
+    from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
 
 DEFAULT_CONTEXT = 4096
@@ -40,7 +41,7 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a decode step gave: its path, each row's greedy token, and logits f32 [rows, vocab] if asked for."""
+    """What a decode step gave: its path, each row's token, and the model's logits f32 [rows, vocab] if asked for."""
 
     decision: Decision
     tokens: list[int]
@@ -151,29 +152,44 @@ class Runner:
         sequence.length += len(tokens)
         return logits
 
-    def step(self, rows: Sequence[tuple[CachedSequence, int]], path: str = "auto", *, logits: bool = False) -> Step:
-        """Runs one token of each row and gives the greedy next one of each.
+    def step(
+        self,
+        rows: Sequence[tuple[CachedSequence, int]],
+        path: str = "auto",
+        *,
+        logits: bool = False,
+        choices: Sequence[Choice | None] | None = None,
+    ) -> Step:
+        """Runs one token of each row and gives the next one of each.
 
-        path: "auto", "mega" or "standard". Raises RequestError if "mega" was asked for and cannot be, with all reasons.
+        path: "auto", "mega" or "standard". choices: how each row's token is chosen; None is the largest logit. Raises
+        RequestError if "mega" was asked for and cannot be, with all reasons.
         """
-        decision = self.decide([sequence for sequence, _ in rows], path, logits=logits)
+        choices = choices or [None] * len(rows)
+        features = {"sampling" if any(choices) else "greedy"} | ({"logits"} if logits else set())
+        decision = self.decide([sequence for sequence, _ in rows], path, frozenset(features))
         batch = self._batch(rows)
         if decision.path == "mega":
-            result = self._mega.decode(batch, logits=logits)
+            result = self._mega.decode(batch, logits=logits, choices=choices)
             step = Step(decision, result.tokens.tolist(), result.logits)
         else:
             values = self.standard.decode(batch)
-            step = Step(decision, values.argmax(dim=-1).tolist(), values)
+            step = Step(decision, _choose(values, choices), values)
         for sequence, _ in rows:
             sequence.length += 1
         return step
 
-    def decide(self, sequences: Sequence[CachedSequence], path: str = "auto", *, logits: bool = False) -> Decision:
+    def decide(
+        self,
+        sequences: Sequence[CachedSequence],
+        path: str = "auto",
+        features: frozenset[str] = frozenset({"greedy"}),
+    ) -> Decision:
         """The path of the next step of these rows."""
         if path == "standard":
             return Decision("standard")
         context = max(sequence.length for sequence in sequences) + 1
-        decision = choose(self._shape(len(sequences), context, logits))
+        decision = choose(self._shape(len(sequences), context, features))
         if path == "mega" and decision.reasons:
             raise RequestError(f"The mega-task cannot run this step: {'; '.join(decision.reasons)}. Use path='auto'.")
         return decision
@@ -267,7 +283,7 @@ class Runner:
                 raise
             self._missing = (str(error),)
 
-    def _shape(self, rows: int, context: int, logits: bool = False) -> StepShape:
+    def _shape(self, rows: int, context: int, features: frozenset[str] = frozenset({"greedy"})) -> StepShape:
         return StepShape(
             family=self.family,
             format=self.weights.formats.label,
@@ -276,7 +292,7 @@ class Runner:
             context=context,
             max_rows=self.max_rows,
             max_model_len=self.max_model_len,
-            features=frozenset({"greedy", "logits"} if logits else {"greedy"}),
+            features=features,
             missing=self._missing,
         )
 
@@ -305,3 +321,12 @@ class Runner:
 
         width = -(-self.max_model_len // PAGE)
         return self.cache.block_table([sequence.number for sequence in sequences], width)
+
+
+def _choose(logits: torch.Tensor, choices: Sequence[Choice | None]) -> list[int]:
+    """A token for each row of logits [rows, vocab]."""
+    from rocmega.sampling.choose import choose
+
+    largest: list[int] = logits.argmax(dim=-1).tolist()
+    pairs = zip(logits, choices, largest, strict=True)
+    return [token if choice is None else choose(row, choice) for row, choice, token in pairs]

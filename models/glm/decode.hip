@@ -21,6 +21,7 @@
 #include "glm/stages.h"
 #include "stages/attend.h"
 #include "stages/cache_entry.h"
+#include "stages/choose.h"
 #include "stages/embed.h"
 #include "stages/experts.h"
 #include "stages/index_scores.h"
@@ -386,6 +387,13 @@ struct Decode {
           }
         });
     if (!ok) return false;
+    if (a->choices) {
+      static_assert(VOCAB <= 32 * LDS_WORDS && VOCAB < 1 << 21, "bits, and sums of 11 bits, of every token");
+      s.announce(a->logit_flags + block_id(), t, Stored::PLAIN);
+      ChooseTokens choose{logits,      VOCAB,        a->logit_flags, a->choices, a->adjustments, a->adjustment_stride,
+                          a->adjusted, a->tokens_out};
+      return choose.run(s, SAMPLE, t);
+    }
     publish_best(s, t, best, a->best);
     return choose_token(s, SAMPLE, t, a->best, a->tokens_out);
   }

@@ -3,7 +3,7 @@
 #pragma once
 #include "platform/types.h"
 
-constexpr u32 DESCRIPTOR_VERSION = 2;
+constexpr u32 DESCRIPTOR_VERSION = 3;
 
 // A linear map of `n` output rows, packed in tiles of 16 rows and 1 KB (hip/tile/tile.h). `scales`: of FP8, f32
 // [ceil(n / 128)][ceil(k / 128)]; of MXFP4, E8M0 bytes, 64 a tile; else null.
@@ -41,6 +41,25 @@ struct LayerWeights {
   void* index_cache;          // CACHE [pages][PAGE][INDEX_DIM]; null in shared layers
 };
 
+// How a row's token is chosen; hip/stages/choose.h does it, rocmega/sampling says what the values mean.
+struct Choice {
+  u32 greedy;       // 1: the largest logit, after adjustments
+  f32 temperature;  // 1 if greedy
+  f32 gap;          // -log(min_p), infinite without
+  u32 top_k;        // 0: all
+  u32 top_p;        // in units of 2^-32; 0: all
+  f32 repetition, frequency, presence;
+  u32 seed_low, seed_high;
+  u32 number;       // of the token in the answer
+  u32 adjustments;  // how many of the row's are used
+};
+// A token whose logit is changed: it has a bias (else 0), or was seen in prompt or answer, `times` in the answer.
+struct Adjustment {
+  u32 token;
+  f32 bias;
+  u32 times, seen;
+};
+
 struct DecodeArgs {
   u32 version;  // DESCRIPTOR_VERSION
   u32 rows;     // 1 to ROWS
@@ -76,14 +95,19 @@ struct DecodeArgs {
   Pair* router_scores;    // [2][ROWS][slices][E + 1] products, then the slice's sum of squares
   Pair* middle;           // [2][ROWS][MIDDLE] activations between gate/up and down
   Pair* best;             // [n_blocks][ROWS][2] each block's best logit: value, token
+  Pair* logit_flags;      // [n_blocks] flag: this block's logits are stored, plain + release; where there are choices
+  f32* adjusted;          // [ROWS][VOCAB] logits of rows that have adjustments
   Pair* cache_flags;      // [ROWS] flag: this step's cache entry of the layer is written
   Pair* score_flags;      // [ROWS][max_pages] flag: the scores of this page are written
   Pair* selection_flags;  // [ROWS] flag
   Pair* partial_flags;    // [ROWS][SPLITS] flag
   u32* error;             // [1 + n_blocks][8], see hip/handoff/step.h
-  f32* logits;            // [ROWS][VOCAB], written if not null
-  u32* tokens_out;        // [ROWS]
-  Vec4* timeline;         // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null
-  u32* timeline_count;    // [blocks]
+  const Choice* choices;  // [ROWS], or null: the largest logit of each row
+  const Adjustment* adjustments;  // [ROWS][adjustment_stride]
+  u32 adjustment_stride;
+  f32* logits;          // [ROWS][VOCAB], written if not null; needed where there are choices
+  u32* tokens_out;      // [ROWS]
+  Vec4* timeline;       // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null
+  u32* timeline_count;  // [blocks]
   u32 timeline_capacity;
 };

@@ -17,12 +17,16 @@ from rocmega.models.glm import kernel
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import rope_angles
+from rocmega.sampling.device import ChoiceTable
 from rocmega.toolchain import compile as compile_unit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rocmega.cache import PagedCache
     from rocmega.drivers.base import Driver, Function, SharedBuffer
     from rocmega.models.glm.weights import GlmWeights, Layer
+    from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
     from rocmega.toolchain import Artifact
 
@@ -36,7 +40,7 @@ class StepResult:
     """What a step gave.
 
     Fields:
-        tokens: int32 [rows] on the CPU, the greedy choice of each row (ties to the lowest id).
+        tokens: int32 [rows] on the CPU, as chosen; without a choice the largest logit (ties to the lowest id).
         logits: f32 [rows, vocab] on the device, or None if they were not asked for; overwritten by the next step.
     """
 
@@ -74,12 +78,14 @@ def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dic
         "partial_out": rows * splits * shape.heads * config.kv_lora_rank * word,
         "partial_stat": rows * splits * shape.heads * 2 * word,
         "best": blocks * rows * 2 * pair,
+        "logit_flags": blocks * pair,
         "cache_flags": rows * pair,
         "score_flags": rows * max_pages * pair,
         "selection_flags": rows * pair,
         "partial_flags": rows * splits * pair,
         "error": (1 + blocks) * ERROR_WORDS * word,
         "logits": rows * shape.vocab * word,
+        "adjusted": rows * shape.vocab * word,
         "tokens_out": rows * word,
     }
 
@@ -130,16 +136,19 @@ class MegaPath:
         """Kernel launches of one decode step."""
         return len(self.layer_splits)
 
-    def decode(self, batch: StepBatch, *, logits: bool = True) -> StepResult:
+    def decode(
+        self, batch: StepBatch, *, logits: bool = True, choices: Sequence[Choice | None] | None = None
+    ) -> StepResult:
         """Runs one step: reads and extends the cache, gives each row's next token.
 
-        Raises RequestError if the batch does not fit, StepError if the kernel gave up waiting.
+        choices: how each row's token is chosen; None is its largest logit. Raises RequestError if the batch does not
+        fit, StepError if the kernel gave up waiting.
         """
-        self.place(batch, logits=logits)
+        self.place(batch, logits=logits, choices=choices)
         self.enqueue()
         return self.result()
 
-    def place(self, batch: StepBatch, *, logits: bool = True) -> None:
+    def place(self, batch: StepBatch, *, logits: bool = True, choices: Sequence[Choice | None] | None = None) -> None:
         """Gives the next steps their input. Raises RequestError if the batch does not fit."""
         batch.check(
             vocab=self.config.vocab_size,
@@ -154,12 +163,16 @@ class MegaPath:
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         args.rows = rows
         self._logits = logits
+        self._chosen = choices is not None and any(choice is not None for choice in choices)
+        if choices is not None and self._chosen:
+            self._choices.place(choices)
 
     def enqueue(self) -> None:
         """Launches the step that was placed, without waiting for it. Once more, it gives the same again."""
         args = self._args
         args.epoch = self._next_epoch()
-        args.logits = self._regions["logits"].address if self._logits else 0
+        args.logits = self._regions["logits"].address if self._logits or self._chosen else 0
+        args.choices = self.driver.constant(self._choices.choices) if self._chosen else 0
         for begin, end in self.layer_splits:
             args.layer_begin, args.layer_end = begin, end
             self._launch()
@@ -244,6 +257,10 @@ class MegaPath:
         args.layers = self.config.num_hidden_layers
         args.poll_limit = POLL_LIMIT
         args.max_pages = self.max_pages
+        vocab = self.config.vocab_size
+        self._choices = ChoiceTable(self._header.structs, rows, vocab, self.max_model_len, device)
+        args.adjustments = self._constant(self._choices.adjustments)
+        args.adjustment_stride = self._choices.stride
         args.tokens_in = self._constant(self._tokens)
         args.positions = self._constant(self._positions)
         args.block_table = self._constant(self._block_table)

@@ -1,4 +1,4 @@
-"""What a step's logits make of a request: its next token, the token's text and log probability, the end."""
+"""What a step makes of a request: how its next token is to be chosen, the token's text and log probability, the end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     import torch
 
     from rocmega.runner import Runner
+    from rocmega.sampling.choose import Choice
     from rocmega.tokenizer import Tokenizer
 
 
 class Acceptor:
-    """Turns logits into tokens. key: gives requests without a seed theirs."""
+    """Gives requests their tokens. key: gives requests without a seed theirs."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None, key: int) -> None:
         self.runner, self.tokenizer, self.key = runner, tokenizer, key
@@ -39,22 +40,24 @@ class Acceptor:
 
     @staticmethod
     def wants_logits(request: Request) -> bool:
-        """Whether a request's next token takes more than the largest logit's number."""
+        """Whether somebody wants to see the logits behind a request's tokens."""
+        return request.sampling.logprobs is not None or request.observer is not None
+
+    @staticmethod
+    def choice(request: Request) -> Choice | None:
+        """How the next token is chosen; None for the largest logit."""
+        from rocmega.sampling.choose import Choice
+
         sampling = request.sampling
-        return not sampling.plain or sampling.logprobs is not None or request.observer is not None
+        return None if sampling.plain else Choice(sampling, request.seed, len(request.token_ids), request.uses)
 
-    def accept(self, request: Request, largest: int, logits: torch.Tensor | None) -> None:
-        """The next token, by the model's logits f32 [vocab], or its largest one where that is all it takes."""
-        from rocmega.sampling.choose import choose
-
-        sampling, number, token = request.sampling, len(request.token_ids), largest
+    def accept(self, request: Request, token: int, logits: torch.Tensor | None) -> None:
+        """The next token, and the model's logits behind it, f32 [vocab], if somebody wants to see them."""
         if logits is not None:
             if request.observer is not None:
-                request.observer(number, logits)
-            if not sampling.plain:
-                token = choose(logits, sampling, seed=request.seed, number=number, uses=request.uses)
-            if sampling.logprobs is not None:
-                self._keep_logprobs(request, token, logits, sampling.logprobs)
+                request.observer(len(request.token_ids), logits)
+            if request.sampling.logprobs is not None:
+                self._keep_logprobs(request, token, logits, request.sampling.logprobs)
         request.token_ids.append(token)
         if request.uses is not None:
             request.uses.answer[token] += 1

@@ -280,7 +280,9 @@ class Engine:
     def _decode(self, rows: list[Request]) -> list[Request]:
         start = time.perf_counter()
         inputs: list[Any] = [(r.sequence, r.token(r.sequence.length)) for r in rows if r.sequence is not None]
-        result = self.runner.step(inputs, self.path, logits=any(self._acceptor.wants_logits(r) for r in rows))
+        wanted = any(map(self._acceptor.wants_logits, rows))
+        choices = [self._acceptor.choice(request) for request in rows]
+        result = self.runner.step(inputs, self.path, logits=wanted, choices=choices)
         path = result.decision.path
         self.counts.steps[path] += 1
         self.counts.reasons.update(result.decision.reasons)
@@ -288,7 +290,7 @@ class Engine:
         for row, request in enumerate(rows):
             if request.sequence is None or request.sequence.length < request.length:
                 continue  # decoded again after a preemption: what comes next is known
-            logits = None if result.logits is None else result.logits[row]
+            logits = None if result.logits is None or not wanted else result.logits[row]
             self._acceptor.accept(request, result.tokens[row], logits)
             request.mega_tokens += path == "mega"
             self.counts.tokens[path] += 1

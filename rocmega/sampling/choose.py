@@ -39,18 +39,28 @@ class Uses:
     answer: Counter[int] = field(default_factory=Counter)
 
 
-def choose(logits: torch.Tensor, params: SamplingParams, *, seed: int, number: int, uses: Uses | None = None) -> int:
-    """The token that follows.
+@dataclass(frozen=True)
+class Choice:
+    """One token to be chosen: the request's parameters and seed, the token's number in the answer, what was used.
 
-    logits: float32 [vocab], not changed. seed: of the request. number: how many tokens its answer has. uses: of the
-    request, needed for penalties.
+    `uses` is needed for penalties only.
     """
-    logits = adjust(logits, params, uses)
+
+    params: SamplingParams
+    seed: int
+    number: int
+    uses: Uses | None = None
+
+
+def choose(logits: torch.Tensor, choice: Choice) -> int:
+    """The token that follows; logits float32 [vocab], not changed."""
+    params = choice.params
+    logits = adjust(logits, params, choice.uses)
     if params.greedy:
         return int((logits == logits.max()).nonzero()[0])
     z = logits / float32(params.temperature or 1.0, logits)
     mass = weights(z).masked_fill_(~keep(z, params), 0).cumsum(0)
-    place = draw(seed, number) * int(mass[-1]) >> 64
+    place = draw(choice.seed, choice.number) * int(mass[-1]) >> 64
     return int((mass > place).nonzero()[0])
 
 
@@ -109,9 +119,14 @@ def float32(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
+def top_p_units(top_p: float) -> int:
+    """top_p below 1 in units of 2^-32, as a word that is not 0."""
+    return min(max(1, round(top_p * (1 << 32))), (1 << 32) - 1)
+
+
 def _nucleus(z: torch.Tensor, kept: torch.Tensor, top_p: float) -> torch.Tensor:
     """The largest threshold at which the kept tokens from there up have top_p of the kept tokens' weight."""
     ordered, order = z.sort(descending=True)
     mass = weights(z).masked_fill(~kept, 0)[order].cumsum(0)
-    wanted = max(1, int(mass[-1]) * round(top_p * (1 << 32)) >> 32)
+    wanted = max(1, int(mass[-1]) * top_p_units(top_p) >> 32)
     return ordered[int((mass >= wanted).nonzero()[0])]

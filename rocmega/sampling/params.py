@@ -9,7 +9,7 @@ from typing import Any
 
 from rocmega.errors import RequestError
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS, MAX_BIASES = 20, 1024
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _bias(value: Any) -> bool:
+    return _number(value) and abs(value) <= 1e4
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -117,8 +121,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("presence_penalty", lambda v: _number(v) and -2 <= v <= 2, "from -2 to 2"),
     (
         "logit_bias",
-        lambda v: isinstance(v, Mapping) and _token_ids(v) and all(_number(b) and abs(b) <= 1e4 for b in v.values()),
-        "token ids with numbers from -1e4 to 1e4",
+        lambda v: isinstance(v, Mapping) and len(v) <= MAX_BIASES and _token_ids(v) and all(map(_bias, v.values())),
+        f"at most {MAX_BIASES} token ids with numbers from -1e4 to 1e4",
     ),
     ("seed", lambda v: v is None or (_whole(v) and -(1 << 63) <= v < 1 << 64), "None or a 64-bit number"),
     (

@@ -213,7 +213,9 @@ def test_a_cache_too_small_for_one_request_is_refused(tiny):
 def test_logits_are_not_computed_for_nothing(llm, monkeypatch):
     asked = []
     step = llm.runner.step
-    monkeypatch.setattr(llm.runner, "step", lambda *a, logits: asked.append(logits) or step(*a, logits=logits))
+    monkeypatch.setattr(
+        llm.runner, "step", lambda *a, logits, **more: asked.append(logits) or step(*a, logits=logits, **more)
+    )
     llm.generate([1], SamplingParams(max_tokens=1))
-    llm.generate([1], SamplingParams(max_tokens=1, temperature=1.0))
+    llm.generate([1], SamplingParams(max_tokens=1, logprobs=0))
     assert asked == [False, True]

@@ -53,7 +53,7 @@ class FakeRunner:
         for token in tokens:
             self._write(sequence, token)
 
-    def step(self, rows, path="auto", *, logits=False):
+    def step(self, rows, path="auto", *, logits=False, choices=()):
         if not 1 <= len(rows) <= self.max_rows:
             raise RequestError(f"{len(rows)} rows")
         self.steps += 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocmega.sampling import SamplingParams
-from rocmega.sampling.choose import Uses, adjust, choose, keep, weights
+from rocmega.sampling.choose import Choice, Uses, adjust, choose, keep, weights
 
 DRAWS = 1500
 LOGITS = torch.tensor([1.5, 0.25, -0.5, 2.0, 2.0, -3.0, 0.0, 1.0])
@@ -20,7 +20,7 @@ def params(**fields) -> SamplingParams:
 
 
 def drawn(logits: torch.Tensor, sampling: SamplingParams, uses: Uses | None = None) -> Counter[int]:
-    return Counter(choose(logits, sampling, seed=seed, number=seed % 7, uses=uses) for seed in range(DRAWS))
+    return Counter(choose(logits, Choice(sampling, seed, seed % 7, uses)) for seed in range(DRAWS))
 
 
 def chi_square(counts: Counter[int], probabilities: torch.Tensor) -> float:
@@ -81,7 +81,7 @@ def test_filters_are_their_definitions(values, top_k, top_p, min_p, temperature,
     sampling = params(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     z = logits / temperature
     kept = keep(z, sampling)
-    chosen = choose(logits, sampling, seed=seed, number=3)
+    chosen = choose(logits, Choice(sampling, seed, 3))
     assert kept[chosen]
     assert kept[z.argmax()]
     below = z[~kept]
@@ -95,15 +95,15 @@ def test_filters_are_their_definitions(values, top_k, top_p, min_p, temperature,
 
 def test_a_token_does_not_depend_on_other_draws():
     sampling = params()
-    alone = [choose(LOGITS, sampling, seed=11, number=n) for n in range(30)]
+    alone = [choose(LOGITS, Choice(sampling, 11, n)) for n in range(30)]
     for n in (29, 3, 17):
-        assert choose(LOGITS, sampling, seed=11, number=n) == alone[n]
-    assert [choose(LOGITS, sampling, seed=12, number=n) for n in range(30)] != alone
+        assert choose(LOGITS, Choice(sampling, 11, n)) == alone[n]
+    assert [choose(LOGITS, Choice(sampling, 12, n)) for n in range(30)] != alone
 
 
 def test_greedy_takes_the_lowest_of_equals_and_no_seed():
-    assert {choose(LOGITS, SamplingParams(), seed=seed, number=0) for seed in range(5)} == {3}
-    assert choose(LOGITS, SamplingParams(logit_bias={3: -0.5}), seed=0, number=0) == 4
+    assert {choose(LOGITS, Choice(SamplingParams(), seed, 0)) for seed in range(5)} == {3}
+    assert choose(LOGITS, Choice(SamplingParams(logit_bias={3: -0.5}), 0, 0)) == 4
 
 
 def test_penalties_are_their_formulas():
