@@ -31,6 +31,10 @@ class RequestError(RocmegaError):
     """Bad input from the user: a token out of range, too many rows, too long a context."""
 
 
+class BusyError(RequestError):
+    """As many requests wait as may: the same request can succeed later."""
+
+
 class StepError(RocmegaError):
     """A kernel gave up waiting: a step of the mega-task that did not complete.
 

@@ -113,8 +113,8 @@ struct Candidates {
     return all;
   }
 
-  // Leaves those from the largest key on at which the sum of amount(z) reaches `wanted`: a radix descent by 8 bits a pass.
-  template <class Amount> DEVICE void keep(u64 wanted, Amount amount) {
+  // Leaves those from the largest key on whose number, or mass, reaches `wanted`: a radix descent by 8 bits a pass.
+  DEVICE void keep(u64 wanted, bool by_mass) {
     u32 found = 0, known = 0;
     for (int shift = 24; shift >= 0; shift -= 8) {
       block_barrier();
@@ -123,7 +123,7 @@ struct Candidates {
       for (u32 token = thread_id(); token < vocab; token += THREADS) {
         f32 value = z(token);
         u32 key = order_key(value), bin = 255 - (key >> shift & 255), much = 0;
-        if ((key & known) == found) much = amount(value);
+        if ((key & known) == found) much = by_mass ? mass(value) : 1u;
         for (int piece = 0; much; ++piece, much >>= PIECE)
           if (u32 part = much & ((1u << PIECE) - 1)) lds_add(lds, piece * BINS + bin, part);
       }
@@ -177,15 +177,15 @@ struct Candidates {
 
 // The logits of a row whose request has biases, or penalties for what it used: a copy with those changed. Not in place, as a
 // word has one store a step, and the host may want the model's own logits. LDS holds a bit a token: changed or not.
-DEVICE void adjust(const f32* logits, u32 vocab, const Choice& c, const Adjustment* entries, f32* out, u32 tag) {
+DEVICE void adjust(const f32* logits, u32 vocab, Const<Choice> c, const Adjustment* entries, f32* out, u32 tag) {
   for (u32 i = thread_id(); i < (vocab + 31) / 32; i += THREADS) lds[i] = 0u;
   block_barrier();
-  for (u32 i = thread_id(); i < c.adjustments; i += THREADS) {
+  for (u32 i = thread_id(); i < c->adjustments; i += THREADS) {
     Adjustment e = copy_of(as_const(entries) + i);
     lds_or(lds, e.token / 32, 1u << e.token % 32);
     f32 v = load_plain(logits + e.token, tag) + e.bias;
-    if (e.seen) v = v > 0 ? v / c.repetition : v * c.repetition;
-    if (e.times) v = v - (f32)e.times * c.frequency, v = v - c.presence;
+    if (e.seen) v = v > 0 ? v / c->repetition : v * c->repetition;
+    if (e.times) v = v - (f32)e.times * c->frequency, v = v - c->presence;
     store_plain(out + e.token, v, tag);
   }
   block_barrier();
@@ -195,15 +195,17 @@ DEVICE void adjust(const f32* logits, u32 vocab, const Choice& c, const Adjustme
   block_barrier();
 }
 
-DEVICE u32 choose(Candidates& from, const Choice& c) {
+// To one thread; ~0 to all others.
+DEVICE u32 choose(Candidates& from, Const<Choice> c) {
   u32 best = from.largest();
-  if (c.greedy) return thread_id() == 0 ? best : ~0u;
-  if (c.top_k) from.keep(c.top_k, [](f32) { return 1u; });
-  if (c.top_p) {
-    u64 wanted = product_shifted_32(from.total(), c.top_p);
-    from.keep(wanted ? wanted : 1, [&](f32 z) { return from.mass(z); });
+  if (c->greedy) return thread_id() == 0 ? best : ~0u;
+  for (int by_mass = 0; by_mass < 2; ++by_mass) {  // a loop: the code of keep() stands here once
+    u32 asked = by_mass ? c->top_p : c->top_k;
+    if (!asked) continue;
+    u64 wanted = by_mass ? product_shifted_32(from.total(), asked) : asked;
+    from.keep(wanted ? wanted : 1, by_mass);
   }
-  return from.at(philox(c.seed_low, c.seed_high, c.number));
+  return from.at(philox(c->seed_low, c->seed_high, c->number));
 }
 
 struct ChooseTokens {
@@ -222,10 +224,10 @@ struct ChooseTokens {
       if (!s.wait_flags(n_blocks(), tag, [&](int block) { return flags + block; })) return false;
       s.input_is_there();
       acquire_device();
-      Choice c = copy_of(as_const(choices) + row);
+      Const<Choice> c = fresh(as_const(choices) + row);
       u64 first = (u64)row * vocab;
-      if (c.adjustments) adjust(logits + first, vocab, c, adjustments + (u64)row * stride, adjusted + first, tag);
-      Candidates from{(c.adjustments ? adjusted : logits) + first, vocab, tag, c.temperature, c.gap};
+      if (c->adjustments) adjust(logits + first, vocab, c, adjustments + (u64)row * stride, adjusted + first, tag);
+      Candidates from{(c->adjustments ? adjusted : logits) + first, vocab, tag, c->temperature, c->gap};
       u32 token = choose(from, c);
       if (token != ~0u) store_plain(tokens + row, token, tag);
       s.end();

@@ -370,6 +370,7 @@ struct Decode {
 
   // in x after the last layer;  out logits if wanted, the token.
   STAGE bool next_token() {
+    a = fresh(a);
     u32 t = tag(2 * a->layers + 1);
     auto input = input_for<Head, HIDDEN>(s, Normed<PairRows>{x(2 * a->layers), a->final_norm});
     Matrix m = copy_of(&a->head);

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rocmega.cli import build, check, compare, decode, demo, doctor, inspect, pack
+from rocmega.cli import build, check, compare, decode, demo, doctor, inspect, pack, serve
 from rocmega.errors import RocmegaError
 
 FAILED = 2
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(decode.decode)
 app.command(context_settings=compare.SETTINGS)(compare.compare)
+app.command()(serve.serve)
 app.command()(pack.pack)
 app.command()(check.check)
 app.command()(build.build)

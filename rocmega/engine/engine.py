@@ -22,7 +22,7 @@ from rocmega.cache import PAGE, pages_for
 from rocmega.engine.accept import Acceptor
 from rocmega.engine.prefixes import PrefixTree
 from rocmega.engine.request import Request, check
-from rocmega.errors import RequestError, RocmegaError
+from rocmega.errors import BusyError, RequestError, RocmegaError
 
 if TYPE_CHECKING:
     from rocmega.runner import Runner
@@ -58,6 +58,11 @@ class Counts:
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
+
+
+def busy(waiting: int) -> BusyError:
+    """What callers are told when so many requests wait."""
+    return BusyError(f"{waiting} requests wait already, which is as many as may (max_waiting): try later.")
 
 
 class Engine:
@@ -99,12 +104,13 @@ class Engine:
     # For callers.
 
     def add(self, request: Request) -> None:
-        """Queues a request; a later `step` takes it in. Raises RequestError if it cannot run, or too many wait."""
+        """Queues a request; a later `step` takes it in.
+
+        Raises RequestError if it can never run, and BusyError, which is one, if too many wait.
+        """
         with self._lock:
             if len(self._waiting) >= self.max_waiting:
-                raise RequestError(
-                    f"{len(self._waiting)} requests wait already, which is as many as may (max_waiting): try later."
-                )
+                raise busy(len(self._waiting))
             self._prepare(request)
             self._waiting.append(request)
 

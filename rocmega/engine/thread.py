@@ -6,31 +6,46 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-from rocmega.engine.engine import Engine
+from rocmega.engine.engine import Engine, busy
 from rocmega.engine.request import Request
 from rocmega.errors import RocmegaError
 from rocmega.outputs import RequestOutput
 
 
 class EngineThread:
-    """Steps an engine while it has requests. Begins with the first of them; `close` ends it."""
+    """Steps an engine while it has requests. Begins with the first of them; `close` ends it.
+
+    Requests come and go through an inbox that is emptied between steps, so callers never wait for a step.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._work = threading.Condition()
+        self._coming: list[Request] = []
+        self._leaving: list[Request] = []
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RequestError as `Engine.add` does."""
+        """Hands a request over; `request.changed` hears of all that follows. Raises BusyError if too many wait."""
         with self._work:
             if self._closing:
                 raise RocmegaError("The engine has been closed: it takes no more requests.")
-            self.engine.add(request)
+            waiting = len(self._coming) + self.engine.waiting
+            if waiting >= self.engine.max_waiting:
+                raise busy(waiting)
+            self._coming.append(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rocmega-engine", daemon=True)
                 self._thread.start()
             self._work.notify()
+
+    def abort(self, request: Request) -> None:
+        """Ends a request before the next step, unless it has ended."""
+        with self._work:
+            if not request.finished:
+                self._leaving.append(request)
+                self._work.notify()
 
     async def stream(self, request: Request) -> AsyncIterator[RequestOutput]:
         """The request's answer as it grows, and as it ends.
@@ -50,7 +65,7 @@ class EngineThread:
             try:
                 loop.call_soon_threadsafe(put, request.error or request.output())
             except RuntimeError:  # the loop has been closed: nobody reads any more
-                self.engine.abort(request)
+                self.abort(request)
 
         request.changed = changed
         self.submit(request)
@@ -63,7 +78,7 @@ class EngineThread:
                 if state.finished:
                     return
         finally:
-            self.engine.abort(request)
+            self.abort(request)
 
     def close(self) -> None:
         """Ends the thread after the step it is in; requests that are left end with an error."""
@@ -72,7 +87,10 @@ class EngineThread:
             self._work.notify()
         if self._thread is not None:
             self._thread.join()
-        self._fail(RocmegaError("The engine was closed before the request had ended."))
+        closed = RocmegaError("The engine was closed before the request had ended.")
+        for request in self._coming:
+            self._refuse(request, closed)
+        self._fail(closed)
 
     def _run(self) -> None:
         while self._wait_for_work():
@@ -86,12 +104,28 @@ class EngineThread:
                 self._fail(failed)
 
     def _wait_for_work(self) -> bool:
+        """Empties the inbox, and waits if then there is nothing to do. False: the end."""
         with self._work:
-            while not self._closing and not (self.engine.running or self.engine.waiting):
+            while not self._closing:
+                coming, leaving = self._coming, self._leaving
+                self._coming, self._leaving = [], []
+                for request in coming:
+                    try:
+                        self.engine.add(request)
+                    except RocmegaError as error:
+                        self._refuse(request, error)
+                self.engine.abort(leaving)
+                if self.engine.running or self.engine.waiting:
+                    return True
                 self._work.wait()
-            return not self._closing
+            return False
 
     def _fail(self, error: RocmegaError) -> None:
         for request in self.engine.fail(error):
-            if request.changed is not None:
-                request.changed(request)
+            self._refuse(request, error)
+
+    @staticmethod
+    def _refuse(request: Request, error: RocmegaError) -> None:
+        request.error = error
+        if request.changed is not None:
+            request.changed(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -174,7 +175,10 @@ def test_coroutines_share_the_engine(llm):
                 break
 
     asyncio.run(leave_early())
-    assert llm.metrics()["pages"]["held"] == 0
+    deadline = time.monotonic() + 60
+    while llm.metrics()["pages"]["held"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert llm.metrics()["pages"]["held"] == llm.metrics()["running"] == 0
 
 
 def test_coroutines_hear_of_a_step_that_failed_and_the_engine_goes_on(llm, monkeypatch):

@@ -18,7 +18,7 @@ DENIED = {
     "context": ("context", 4097),
     "prefill": ("tokens_per_row", 2),
     "ranks": ("ranks", 2),
-    "feature": ("features", frozenset({"greedy", "beam_search"})),
+    "feature": ("features", frozenset({"greedy", "no_such_feature"})),
     "missing": ("missing", ("no compiler",)),
 }
 

@@ -12,10 +12,10 @@ try:
     main({arguments!r})
 except SystemExit as end:
     assert end.code == 0, end.code
-heavy = {{"torch", "numpy", "safetensors", "transformers", "tokenizers"}} & set(sys.modules)
+heavy = {{"fastapi", "uvicorn", "torch", "numpy", "safetensors", "transformers", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
 """
-COMMANDS = ("demo", "decode", "compare", "pack", "build", "doctor", "inspect")
+COMMANDS = ("demo", "decode", "compare", "pack", "serve", "build", "doctor", "inspect")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)])
