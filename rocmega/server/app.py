@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rocmega.engine import Request as EngineRequest
     from rocmega.llm import LLM
 
+T = TypeVar("T")
 CLIENT_LEFT = 499  # nobody will read it; for the access log
 
 
@@ -94,7 +95,7 @@ class Service:
             states = self._states(requests[0])
             first = await anext(states)  # what is wrong from the start gets a status of its own
             return StreamingResponse(self._events(shape, first, states, with_usage), media_type="text/event-stream")
-        outputs = await _while_connected(request, asyncio.gather(*map(self._last, requests)))
+        outputs = await _while_connected(request, self._all(requests))
         return Response(status_code=CLIENT_LEFT) if outputs is None else JSONResponse(shape.whole(outputs))
 
     async def _states(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
@@ -109,6 +110,9 @@ class Service:
                 if state.finished:
                     self.waits.request.observe(time.perf_counter() - start)
                 yield state
+
+    async def _all(self, requests: list[EngineRequest]) -> list[RequestOutput]:
+        return await asyncio.gather(*map(self._last, requests))
 
     async def _last(self, request: EngineRequest) -> RequestOutput:
         return [state async for state in self._states(request)][-1]
@@ -142,14 +146,14 @@ def _event(piece: dict[str, Any]) -> str:
     return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
 
 
-async def _while_connected(request: Request, work: Any) -> Any:
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """The work's result; None, with the work cancelled, if the client has gone before."""
-    gone = asyncio.ensure_future(_disconnected(request))
+    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await work if work.done() else None
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
     finally:
-        work.cancel()
+        working.cancel()
         gone.cancel()
 
 

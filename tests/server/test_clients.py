@@ -20,7 +20,7 @@ CLIENTS, CALLS = 16, 3
 def body(generator: random.Random) -> dict:
     stem = "the quick brown fox " * 20
     return {
-        "prompt": f"{stem[: generator.choice([0, 40, 330])]}w{generator.randint(5, 511)}",
+        "prompt": f"{stem[: generator.choice([0, 40, 310])]}w{generator.randint(5, 511)}",
         "max_tokens": generator.randint(1, 12),
         "temperature": generator.choice([0, 0.9]),
         "seed": generator.randint(0, 9),
@@ -62,7 +62,8 @@ async def one_client(address: str, number: int, calls: int) -> list[tuple[dict, 
 async def all_clients(address: str, clients: int, calls: int, first: int = 0) -> list[tuple[dict, list[int] | None]]:
     """Clients first, first + 1, ... at once."""
     numbers = range(first, first + clients)
-    return sum(await asyncio.gather(*(one_client(address, number, calls) for number in numbers)), [])
+    by_client = await asyncio.gather(*(one_client(address, number, calls) for number in numbers))
+    return [result for results in by_client for result in results]
 
 
 def alone(llm, asked: dict) -> list[int]:
