@@ -6,7 +6,7 @@ default: the mega-task runs only what is listed here as supported, and a refusal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,12 +23,23 @@ MEGA_FEATURES = frozenset({"greedy", "logits", "sampling"})
 
 
 @dataclass(frozen=True)
+class Measured:
+    """How long a step of `rows` rows took with `context` tokens in each cache, by either path, in milliseconds."""
+
+    rows: int
+    context: int
+    mega_ms: float
+    standard_ms: float
+
+
+@dataclass(frozen=True)
 class StepShape:
     """All that the choice may depend on; equal on every rank.
 
     `rows` requests advance by `tokens_per_row` tokens each; `context` is the longest of them after the step. `family`
     is the config's model_type, `format` that of the big matrices, `target` what kernels are compiled for, `features`
-    what the step is asked to do. `missing` holds what the installation lacks (a compiler, a kernel), as sentences.
+    what the step is asked to do. `missing` holds what the installation lacks (a compiler, a kernel), as sentences;
+    `measured` what `rocmega tune` found on this machine.
     """
 
     family: str
@@ -42,6 +53,7 @@ class StepShape:
     ranks: int = 1
     features: frozenset[str] = frozenset({"greedy"})
     missing: tuple[str, ...] = ()
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,25 @@ def _ranks(shape: StepShape) -> str | None:
     return None if shape.ranks == 1 else f"{shape.ranks} ranks; the mega-task runs on one"
 
 
+def nearest(measured: Iterable[Measured], rows: int, context: int) -> Measured | None:
+    """The measurement that stands for a step: the next larger one, in context first; else the largest."""
+    cells = sorted(measured, key=lambda cell: (cell.context, cell.rows))
+    contexts = [cell.context for cell in cells]
+    at = next((length for length in contexts if length >= context), contexts[-1] if contexts else 0)
+    there = [cell for cell in cells if cell.context == at]
+    return next((cell for cell in there if cell.rows >= rows), there[-1] if there else None)
+
+
+def _slower(shape: StepShape) -> str | None:
+    cell = nearest(shape.measured, shape.rows, shape.context)
+    if cell is None or cell.mega_ms <= cell.standard_ms:
+        return None
+    return (
+        f"measured here with {cell.rows} rows and {cell.context} tokens: {cell.mega_ms:.3g} ms, and "
+        f"{cell.standard_ms:.3g} ms by the standard path"
+    )
+
+
 RULES: tuple[Callable[[StepShape], str | None], ...] = (
     lambda shape: _listed("model family", shape.family, MEGA_FAMILIES),
     lambda shape: _listed("weight format", shape.format, MEGA_FORMATS),
@@ -91,6 +122,7 @@ RULES: tuple[Callable[[StepShape], str | None], ...] = (
     _rows,
     _context,
     _ranks,
+    _slower,
 )
 
 

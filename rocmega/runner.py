@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocmega.errors import ConfigError, DriverError, RequestError, ToolchainError
-from rocmega.policy import MEGA_ROWS, Decision, StepShape, choose
+from rocmega.policy import MEGA_ROWS, Decision, Measured, StepShape, choose
 from rocmega.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -91,12 +91,14 @@ class Runner:
             self.config, self.weights, self.cache, activations=self.activations
         )
         self._mega: Any = None
+        self._measured: tuple[Measured, ...] = ()
         if path != "standard":
             try:
                 self._prepare_mega(may_fall_back=path == "auto")
             except BaseException:
                 self.close()  # nobody else can: there is no runner to close
                 raise
+            self.use_measurements()
 
     @property
     def device(self) -> torch.device:
@@ -189,10 +191,22 @@ class Runner:
         if path == "standard":
             return Decision("standard")
         context = max(sequence.length for sequence in sequences) + 1
-        decision = choose(self._shape(len(sequences), context, features))
+        shape = self._shape(len(sequences), context, features)
+        decision = choose(replace(shape, measured=self._measured) if path == "auto" else shape)
         if path == "mega" and decision.reasons:
             raise RequestError(f"The mega-task cannot run this step: {'; '.join(decision.reasons)}. Use path='auto'.")
         return decision
+
+    def use_measurements(self) -> None:
+        """From now on path "auto" knows what `rocmega tune` has found for this model on this device."""
+        from rocmega.tuning import load
+
+        self._measured = load(self)
+
+    @property
+    def measured(self) -> tuple[Measured, ...]:
+        """What it knows."""
+        return self._measured
 
     def close(self) -> None:
         """Gives back the device memory."""

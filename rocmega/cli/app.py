@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rocmega.cli import build, check, compare, decode, demo, doctor, inspect, pack, serve
+from rocmega.cli import advise, build, check, compare, decode, demo, doctor, inspect, pack, serve, tune
 from rocmega.errors import RocmegaError
 
 FAILED = 2
@@ -39,6 +39,8 @@ app.command()(demo.demo)
 app.command()(decode.decode)
 app.command(context_settings=compare.SETTINGS)(compare.compare)
 app.command()(serve.serve)
+app.command()(advise.advise)
+app.command()(tune.tune)
 app.command()(pack.pack)
 app.command()(check.check)
 app.command()(build.build)

@@ -29,6 +29,11 @@ def inspect_pack(target: str, *, arch: str | None, tp: int | None, context: int,
     _print(about, _traffic(about, fields, context))
 
 
+def first_rank(target: str, arch: str | None, tp: int) -> Report:
+    """What rank 0 of a pack holds; or, of a checkpoint or a model by name, what it would hold."""
+    return _packs(Path(target), False, True)[0] if _is_pack(target) else _planned(target, arch, tp)
+
+
 def _is_pack(target: str) -> bool:
     from rocmega.packing import is_pack
 

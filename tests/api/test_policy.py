@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocmega.policy import MEGA_FAMILIES, MEGA_FORMATS, MEGA_ROWS, MEGA_TARGETS, StepShape, choose
+from rocmega.policy import MEGA_FAMILIES, MEGA_FORMATS, MEGA_ROWS, MEGA_TARGETS, Measured, StepShape, choose, nearest
 
 SHAPE = StepShape(
     family="glm_moe_dsa", format="f32", target="host", rows=3, context=100, max_rows=16, max_model_len=4096
@@ -20,6 +20,7 @@ DENIED = {
     "ranks": ("ranks", 2),
     "feature": ("features", frozenset({"greedy", "no_such_feature"})),
     "missing": ("missing", ("no compiler",)),
+    "measured": ("measured", (Measured(4, 4096, 2.5, 1.5),)),
 }
 
 
@@ -34,7 +35,9 @@ def test_anything_else_is_denied_with_its_reason(name):
     decision = choose(replace(SHAPE, **{field: value}))
     assert decision.path == "standard"
     assert len(decision.reasons) == 1
-    named = value if isinstance(value, (str, int)) else sorted(value)[-1]
+    named = (
+        "2.5 ms, and 1.5 ms" if name == "measured" else value if isinstance(value, (str, int)) else sorted(value)[-1]
+    )
     assert str(named) in decision.reasons[0]
 
 
@@ -68,3 +71,21 @@ def test_mega_only_if_every_condition_holds(**fields):
         and shape.tokens_per_row == 1
     )
     assert (decision.path == "mega") == supported == (not decision.reasons)
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "cell"),
+    [
+        (1, 1, (1, 100)),
+        (2, 100, (4, 100)),
+        (4, 101, (4, 900)),
+        (9, 50, (4, 100)),
+        (1, 5000, (1, 900)),
+        (9, 5000, (4, 900)),
+    ],
+)
+def test_the_next_larger_measurement_stands_for_a_step(rows, context, cell):
+    measured = [Measured(count, length, 1.0, 2.0) for length in (900, 100) for count in (4, 1)]
+    found = nearest(measured, rows, context)
+    assert (found.rows, found.context) == cell
+    assert nearest([], rows, context) is None

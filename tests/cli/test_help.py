@@ -15,7 +15,7 @@ except SystemExit as end:
 heavy = {{"fastapi", "uvicorn", "torch", "numpy", "safetensors", "transformers", "tokenizers"}} & set(sys.modules)
 assert not heavy, heavy
 """
-COMMANDS = ("demo", "decode", "compare", "pack", "serve", "build", "doctor", "inspect")
+COMMANDS = ("demo", "decode", "compare", "pack", "serve", "advise", "tune", "build", "doctor", "inspect")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)])
