@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rocmega.errors import RequestError
 
@@ -69,6 +69,10 @@ class CacheSpec:
         values = len(self.full_index) * self.latent_dim + sum(self.full_index) * self.index_dim
         return PAGE * values * self.dtype.itemsize
 
+    def open(self, pages: int, requests: int, memory: Memory) -> PagedCache:
+        """A cache of `pages` pages; requests need nothing beside their pages."""
+        return PagedCache(self, pages, memory)
+
 
 class PageAllocator:
     """A free list of page numbers; the page given back last is given out first. Several may hold a page."""
@@ -117,53 +121,22 @@ class PageAllocator:
         return page
 
 
-class PagedCache:
-    """Latent and index caches of all layers, with a block table per request.
+class PageTables:
+    """Which pages each request has: what every cache keeps of them.
 
     Fields:
-        latent: per layer, spec.dtype [pages, PAGE, latent_dim].
-        index: per layer, spec.dtype [pages, PAGE, index_dim], None in layers that share another's selection.
+        pages: how many there are.
+        shares_prefixes: whether a request's pages are all that another needs to go on from them.
     """
 
-    def __init__(self, spec: CacheSpec, pages: int, memory: Memory):
+    shares_prefixes: ClassVar[bool] = True
+
+    def __init__(self, pages: int):
         if pages < 1:
             raise RequestError(f"a cache needs at least one page, not {pages}.")
-        self.spec, self.pages = spec, pages
+        self.pages = pages
         self.allocator = PageAllocator(pages)
         self._tables: dict[Hashable, list[int]] = {}
-        self._latent_buffers: list[SharedBuffer] = []
-        self._index_buffers: list[SharedBuffer | None] = []
-        for layer, full in enumerate(spec.full_index):
-            self._latent_buffers.append(memory.shared(f"latent_cache[{layer}]", self._nbytes(spec.latent_dim)))
-            self._index_buffers.append(
-                memory.shared(f"index_cache[{layer}]", self._nbytes(spec.index_dim)) if full else None
-            )
-        self.latent = [self._view(buffer, spec.latent_dim) for buffer in self._latent_buffers]
-        self.index = [None if buffer is None else self._view(buffer, spec.index_dim) for buffer in self._index_buffers]
-
-    def _nbytes(self, width: int) -> int:
-        return self.pages * PAGE * width * self.spec.dtype.itemsize
-
-    def _view(self, buffer: SharedBuffer, width: int) -> torch.Tensor:
-        return buffer.tensor.view(self.spec.dtype).view(self.pages, PAGE, width)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the caches are."""
-        return self.latent[0].device
-
-    def latent_address(self, layer: int) -> int:
-        """What kernels are given for `latent[layer]`."""
-        return self._latent_buffers[layer].address
-
-    def index_address(self, layer: int) -> int:
-        """What kernels are given for `index[layer]`; 0 in layers without index keys."""
-        buffer = self._index_buffers[layer]
-        return 0 if buffer is None else buffer.address
-
-    def bytes(self) -> int:
-        """Device bytes of all pages."""
-        return self.pages * self.spec.page_bytes()
 
     def grow(self, request: Hashable, tokens: int) -> list[int]:
         """Makes room for the request's first `tokens` positions; returns its pages, in order.
@@ -208,6 +181,52 @@ class PagedCache:
         for row, table in enumerate(tables):
             out[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         return out
+
+
+class PagedCache(PageTables):
+    """Latent and index caches of all layers, with a block table per request.
+
+    Fields:
+        latent: per layer, spec.dtype [pages, PAGE, latent_dim].
+        index: per layer, spec.dtype [pages, PAGE, index_dim], None in layers that share another's selection.
+    """
+
+    def __init__(self, spec: CacheSpec, pages: int, memory: Memory):
+        super().__init__(pages)
+        self.spec = spec
+        self._latent_buffers: list[SharedBuffer] = []
+        self._index_buffers: list[SharedBuffer | None] = []
+        for layer, full in enumerate(spec.full_index):
+            self._latent_buffers.append(memory.shared(f"latent_cache[{layer}]", self._nbytes(spec.latent_dim)))
+            self._index_buffers.append(
+                memory.shared(f"index_cache[{layer}]", self._nbytes(spec.index_dim)) if full else None
+            )
+        self.latent = [self._view(buffer, spec.latent_dim) for buffer in self._latent_buffers]
+        self.index = [None if buffer is None else self._view(buffer, spec.index_dim) for buffer in self._index_buffers]
+
+    def _nbytes(self, width: int) -> int:
+        return self.pages * PAGE * width * self.spec.dtype.itemsize
+
+    def _view(self, buffer: SharedBuffer, width: int) -> torch.Tensor:
+        return buffer.tensor.view(self.spec.dtype).view(self.pages, PAGE, width)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches are."""
+        return self.latent[0].device
+
+    def latent_address(self, layer: int) -> int:
+        """What kernels are given for `latent[layer]`."""
+        return self._latent_buffers[layer].address
+
+    def index_address(self, layer: int) -> int:
+        """What kernels are given for `index[layer]`; 0 in layers without index keys."""
+        buffer = self._index_buffers[layer]
+        return 0 if buffer is None else buffer.address
+
+    def bytes(self) -> int:
+        """Device bytes of all pages."""
+        return self.pages * self.spec.page_bytes()
 
     def close(self) -> None:
         """Frees the memory; the views must not be used afterwards."""

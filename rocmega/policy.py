@@ -68,6 +68,12 @@ def _listed(what: str, value: str, supported: frozenset[str]) -> str | None:
     return None if value in supported else f"{what} {value!r} is not one of {', '.join(sorted(supported))}"
 
 
+def _family(shape: StepShape) -> str | None:
+    if shape.family in MEGA_FAMILIES:
+        return None
+    return f"there is no mega-task for model family {shape.family!r}, only for {', '.join(sorted(MEGA_FAMILIES))}"
+
+
 def _features(shape: StepShape) -> str | None:
     unknown = sorted(shape.features - MEGA_FEATURES)
     return f"the mega-task does not do: {', '.join(unknown)}" if unknown else None
@@ -114,7 +120,7 @@ def _slower(shape: StepShape) -> str | None:
 
 
 RULES: tuple[Callable[[StepShape], str | None], ...] = (
-    lambda shape: _listed("model family", shape.family, MEGA_FAMILIES),
+    _family,
     lambda shape: _listed("weight format", shape.format, MEGA_FORMATS),
     lambda shape: _listed("target", shape.target, MEGA_TARGETS),
     _features,

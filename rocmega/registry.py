@@ -7,9 +7,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rocmega.errors import ConfigError
+from rocmega.errors import ConfigError, RequestError
 
-FAMILIES = {"glm_moe_dsa": "rocmega.models.glm"}
+FAMILIES = {
+    "glm_moe_dsa": "rocmega.models.glm",
+    "deepseek_v4": "rocmega.models.deepseek",
+    "deepseek_v41": "rocmega.models.deepseek",
+}
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -37,6 +41,23 @@ def family_package(model_type: object) -> str:
 def family_module(model_type: object, name: str) -> Any:
     """One module of a family: "config", "weights", "standard", "mega" or "presets"."""
     return import_module(f"{family_package(model_type)}.{name}")
+
+
+def preset_names() -> list[str]:
+    """Every model that a family knows by name."""
+    return [name for package in dict.fromkeys(FAMILIES.values()) for name in _presets(package).PRESETS]
+
+
+def presets_of(name: str) -> Any:
+    """The presets module of the family that knows a model by name; RequestError if none does."""
+    for package in dict.fromkeys(FAMILIES.values()):
+        if name in _presets(package).PRESETS:
+            return _presets(package)
+    raise RequestError(f"there is no preset {name!r}; known presets: {', '.join(preset_names())}.")
+
+
+def _presets(package: str) -> Any:
+    return import_module(f"{package}.presets")
 
 
 def load_config(directory: str | Path) -> Any:

@@ -270,12 +270,12 @@ class Runner:
             return None
 
     def _new_cache(self, pages: int | None) -> Any:
-        from rocmega.cache import PAGE, PagedCache, TorchMemory
+        from rocmega.cache import PAGE, TorchMemory
 
         if pages is None:
             pages = self.max_rows * -(-self.max_model_len // PAGE)
         spec = self.config.cache_spec(self.weights.formats.cache)
-        return PagedCache(spec, pages, self.driver or TorchMemory(self._torch_device))
+        return spec.open(pages, self.max_rows, self.driver or TorchMemory(self._torch_device))
 
     def _prepare_mega(self, may_fall_back: bool) -> None:
         if choose(self._shape(rows=1, context=1)).reasons:

@@ -21,10 +21,10 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
     @cache
     def write(name: str = "glm-5.2-tiny", dtype: str = "f32", *, dequantized: bool = False) -> Path:
-        from rocmega.models.glm.presets import write_checkpoint
+        from rocmega.registry import presets_of
 
         label = f"{name}-{dtype}-dequantized" if dequantized else name if dtype == "f32" else f"{name}-{dtype}"
-        return write_checkpoint(name, folder / label, dtype, dequantized=dequantized)
+        return presets_of(name).write_checkpoint(name, folder / label, dtype, dequantized=dequantized)
 
     return write
 

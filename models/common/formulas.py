@@ -150,7 +150,12 @@ def select(scores: torch.Tensor, positions: torch.Tensor, topk: int) -> tuple[to
 
 
 def attention_partial(
-    query: torch.Tensor, entries: torch.Tensor, allowed: torch.Tensor, scale: float, latent: int
+    query: torch.Tensor,
+    entries: torch.Tensor,
+    allowed: torch.Tensor,
+    scale: float,
+    latent: int,
+    matmul: Matmul = float32_matmul,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention over some cache entries, not yet normalized, for merging with other parts.
 
@@ -159,10 +164,10 @@ def attention_partial(
     and the sum of exp(score - maximum) [N, M]; sums are 0 and the maximum -inf where nothing is allowed.
     """
     entries = entries.to(torch.float32)
-    scores = ((query @ entries.mT) * scale).masked_fill(~allowed, float("-inf"))
+    scores = (matmul(query, entries.mT) * scale).masked_fill(~allowed, float("-inf"))
     maximum = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - maximum.clamp_min(torch.finfo(torch.float32).min))
-    return weights @ entries[..., :latent], maximum.squeeze(-1), weights.sum(-1)
+    return matmul(weights, entries[..., :latent]), maximum.squeeze(-1), weights.sum(-1)
 
 
 def merge_partials(outs: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,14 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4, codes
 
 
+def quantize_mxfp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 rows [n, k] as e4m3 [n, k] and E8M0 bytes [n, k / 32]."""
+    groups = rows.unflatten(-1, (-1, MX_GROUP))
+    codes = _next_e8m0(groups.abs().amax(-1) / E4M3_MAX)
+    values = (groups / e8m0_values(codes)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return values.to(torch.float8_e4m3fn).flatten(-2), codes
+
+
 def _next_e8m0(scales: torch.Tensor) -> torch.Tensor:
     """The bytes of the smallest powers of two that are at least `scales`; 1 for a scale of 0."""
     fraction, exponent = torch.frexp(scales)

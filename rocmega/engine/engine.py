@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocmega.cache import PAGE, pages_for
 from rocmega.engine.accept import Acceptor
-from rocmega.engine.prefixes import PrefixTree
+from rocmega.engine.prefixes import ROOT, PrefixTree
 from rocmega.engine.request import Request, check
 from rocmega.errors import BusyError, RequestError, RocmegaError
 
@@ -202,7 +202,9 @@ class Engine:
         A page is left for each running request that will need more, lest it come in only to be thrown out.
         """
         cache = self.runner.cache
-        node, shared = self._prefixes.match(request.prompt_token_ids[:-1])
+        node, shared = ROOT, list[int]()
+        if cache.shares_prefixes:
+            node, shared = self._prefixes.match(request.prompt_token_ids[:-1])
         sequence = self.runner.sequence()
         cache.adopt(sequence.number, shared)  # before there is room made by evicting them
         growing = sum(len(self._pages_of(other)) < pages_for(other.longest) for other in self._running)
@@ -262,7 +264,7 @@ class Engine:
         count = min(self.prefill_chunk, request.prefill_left)
         tokens = request.prompt_token_ids[begin : begin + count]
         self.runner.prefill(sequence, tokens)
-        if count == self.prefill_chunk:
+        if count == self.prefill_chunk and self.runner.cache.shares_prefixes:
             pages = self._pages_of(request)[begin // PAGE : (begin + count) // PAGE]
             request.prefix = self._prefixes.insert(request.prefix, tokens, pages)
         self.counts.prefill_seconds += time.perf_counter() - start

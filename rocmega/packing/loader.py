@@ -106,7 +106,7 @@ class Pack:
         return dict(self.manifest["formats"])
 
     def bytes(self) -> int:
-        """Bytes of all fields: what they take on a device."""
+        """Bytes of all fields."""
         return sum(of.bytes() for of in self.fields.values())
 
     def check_for(
@@ -139,7 +139,8 @@ class Pack:
         total, done = self.bytes(), 0
         out: dict[str, PackedMatrix | torch.Tensor] = {}
         for name, of in self.fields.items():
-            tensors = {tensor: self._tensor(name, tensor).to(device) for tensor in of.tensors()}
+            place = "cpu" if of.host else device
+            tensors = {tensor: self._tensor(name, tensor).to(place) for tensor in of.tensors()}
             if of.count:
                 n, k = of.shape
                 scales = tensors.get(f"{name}.scales")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocmega.checkpoint.layouts import StoredMatrix
-from rocmega.checkpoint.tiles import PackedMatrix, dtype_of
+from rocmega.checkpoint.tiles import PackedMatrix
 from rocmega.packing.plan import Field, Made, Plan
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def make_fields(
 def _room(field: Field, device: torch.device | str) -> PackedMatrix | torch.Tensor:
     if field.count:
         return PackedMatrix.empty(field.format, field.shape, field.count, device)
-    return torch.empty(field.shape, dtype=dtype_of(field.format), device=device)
+    return torch.empty(field.shape, dtype=field.dtype(), device="cpu" if field.host else device)
 
 
 def _put(into: PackedMatrix | torch.Tensor, field: Field, made: Made) -> None:

@@ -7,11 +7,12 @@ out. A job reads some rows of one tensor, and gives each rank its part of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rocmega.checkpoint import tiles
+from rocmega.checkpoint.header import DTYPES
 from rocmega.checkpoint.layouts import StoredMatrix, read_matrix
 from rocmega.errors import ConfigError
 
@@ -32,6 +33,7 @@ class Reads:
     Fields:
         kind: "all", "rows" or "experts".
         experts: routed experts in the field, of which a token chooses `chosen`; `always` more are read by every token.
+        chosen: of rows, how many a token looks up; 0 counts as 1.
     """
 
     kind: str = "all"
@@ -46,11 +48,12 @@ class Field:
 
     Fields:
         name: "layers.3.gate_up", for one.
-        format: of packed matrices (tiles.FORMATS), or "f32" or "bf16" of a plain tensor.
+        format: of packed matrices (tiles.FORMATS), or of a plain tensor (PLAIN).
         shape: [n, k] of one matrix; or of the plain tensor.
         count: how many matrices, one after the other; 0 for a plain tensor.
         split: whether ranks hold different parts.
         reads: what a decode step reads of it.
+        host: it stays in host memory, whatever device the rest is on.
     """
 
     name: str
@@ -59,11 +62,18 @@ class Field:
     count: int = 0
     split: bool = False
     reads: Reads = field(default_factory=Reads)
+    host: bool = False
+
+    def dtype(self) -> torch.dtype:
+        """Of a plain tensor's values."""
+        import torch
+
+        return getattr(torch, DTYPES[PLAIN[self.format]][0])
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape): a plain tensor by the field's name, or its tiles and scales."""
         if not self.count:
-            return {self.name: ({"f32": "F32", "bf16": "BF16"}[self.format], self.shape)}
+            return {self.name: (PLAIN[self.format], self.shape)}
         n, k = self.shape
         grid = (self.count, *tiles.tile_grid(self.format, n, k), tiles.TILE_BYTES)
         out: dict[str, tuple[str, tuple[int, ...]]] = {f"{self.name}.tiles": ("U8", grid)}
@@ -74,22 +84,25 @@ class Field:
         return out
 
     def bytes(self) -> int:
-        """Device bytes."""
+        """Bytes in memory."""
         return sum(prod(shape) * ITEMSIZE[dtype] for dtype, shape in self.tensors().values())
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest; `field_from_json` is the inverse."""
         out: dict[str, Any] = {"format": self.format, "shape": list(self.shape), "count": self.count}
-        return out | {"split": self.split, "reads": vars(self.reads)}
+        return out | {"split": self.split, "reads": vars(self.reads)} | ({"host": True} if self.host else {})
 
 
 def field_from_json(name: str, entry: dict[str, Any]) -> Field:
     """A field of a manifest. KeyError or TypeError if it is damaged."""
     shape = tuple(int(size) for size in entry["shape"])
-    return Field(name, entry["format"], shape, entry["count"], entry["split"], Reads(**entry["reads"]))
+    return Field(
+        name, entry["format"], shape, entry["count"], entry["split"], Reads(**entry["reads"]), entry.get("host", False)
+    )
 
 
-ITEMSIZE = {"U8": 1, "BF16": 2, "F32": 4}
+PLAIN = {"f32": "F32", "bf16": "BF16", "i32": "I32", "u8": "U8"}  # formats of plain tensors, as safetensors calls them
+ITEMSIZE = {"U8": 1, "BF16": 2, "F32": 4, "I32": 4}
 
 
 @dataclass(frozen=True)
@@ -245,17 +258,25 @@ def banded_matrix(whole: MatrixJob, row_bytes: int) -> list[MatrixJob]:
     ]
 
 
-def banded_rows(whole: PlainJob, n: int, row_bytes: int) -> list[PlainJob]:
+class RowsJob(Job, Protocol):
+    """A job that can be cut: a dataclass with rows, None for all."""
+
+    @property
+    def rows(self) -> tuple[int, int] | None: ...
+
+
+Rows = TypeVar("Rows", bound=RowsJob)
+
+
+def banded_rows(whole: Rows, n: int, row_bytes: int) -> list[Rows]:
     """The job of one plain tensor, or several of bands of its rows if it is large."""
     if n * row_bytes <= BAND_BYTES:
         return [whole]
-    return [PlainJob(whole.field, whole.sources, whole.dtype, rows) for rows in _bands(0, n, row_bytes)]
+    return [replace(whole, rows=rows) for rows in _bands(0, n, row_bytes)]  # type: ignore[type-var]
 
 
 def replace_rows(job: MatrixJob, rows: tuple[int, int], ranks: tuple[int, ...] | None = None) -> MatrixJob:
     """The same job for some rows alone."""
-    from dataclasses import replace
-
     return replace(job, rows=rows, ranks=ranks)
 
 

@@ -2,8 +2,8 @@
 
 Counting rules: each byte of a matrix that the step needs is read once, padding and scales included; of the routed
 experts of a layer, those that at least one of M rows chose, E * (1 - (1 - k / E)^M) of E if rows choose k at random; of
-the embedding, M rows; the cache once for each row. Hand-offs, activations and second reads are not counted, so the
-times are limits that no implementation passes.
+the embedding and other tables, the rows that M tokens look up; the cache once for each row. Hand-offs, activations and
+second reads are not counted, so the times are limits that no implementation passes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_bytes(field: Field, rows: int) -> float:
     """Bytes of a field that a step of `rows` rows reads."""
     reads = field.reads
     if reads.kind == "rows":
-        return rows * field.bytes() / field.shape[0]
+        return rows * max(1, reads.chosen) * field.bytes() / field.shape[0]
     if reads.kind == "experts":
         of_one = field.bytes() / (reads.experts + reads.always)
         return of_one * (distinct_experts(reads.experts, reads.chosen, rows) + reads.always)
@@ -49,6 +49,7 @@ class Line:
         bytes: what the rank holds.
         reads: rows of a step -> bytes that it reads.
         split: whether ranks hold different parts.
+        host: it is in host memory.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Line:
     bytes: int
     reads: dict[int, float]
     split: bool
+    host: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "shape": list(self.shape), "reads": {str(m): round(n) for m, n in self.reads.items()}}
@@ -80,6 +82,7 @@ def lines(fields: Iterable[Field]) -> list[Line]:
             sum(field.bytes() for field in of),
             {rows: sum(read_bytes(field, rows) for field in of) for rows in ROWS},
             of[0].split,
+            of[0].host,
         )
         for (name, format, shape, count), of in groups.items()
     ]
@@ -101,8 +104,13 @@ class Traffic:
 
     @property
     def bytes(self) -> int:
-        """Weights that the rank holds."""
-        return sum(line.bytes for line in self.lines)
+        """Weights that the rank holds on its device."""
+        return sum(line.bytes for line in self.lines if not line.host)
+
+    @property
+    def host_bytes(self) -> int:
+        """Weights that it reads from host memory, which ranks of one machine may share."""
+        return sum(line.bytes for line in self.lines if line.host)
 
     def step(self, rows: int) -> float:
         """Bytes that a step of `rows` rows reads."""
@@ -122,6 +130,7 @@ class Traffic:
         steps = {str(rows): round(self.step(rows)) for rows in ROWS}
         return {
             "bytes": self.bytes,
+            "host_bytes": self.host_bytes,
             "context": self.context,
             "tensors": [line.to_json() for line in self.lines],
             "cache_reads_per_row": self.cache,

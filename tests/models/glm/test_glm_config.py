@@ -179,7 +179,7 @@ def test_registry(tmp_path, tiny):
     assert registry.family_module("glm_moe_dsa", "config").from_dir is from_dir
     for model_type in ("llama", None, ["glm_moe_dsa"]):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-        with pytest.raises(ConfigError, match=r"not supported; known types: glm_moe_dsa"):
+        with pytest.raises(ConfigError, match=r"not supported; known types: .*, glm_moe_dsa"):
             registry.load_config(tmp_path)
 
 

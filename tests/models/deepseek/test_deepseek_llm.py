@@ -1,0 +1,56 @@
+"""The public API on DeepSeek checkpoints: it runs, by the standard path, and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from rocmega import LLM, SamplingParams
+from rocmega.errors import RequestError
+from rocmega.packing import pack_checkpoint
+from tests.models.deepseek.conftest import FAMILIES
+
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_auto_falls_back_and_says_why(name, tiny_checkpoint, oracle, prompt):
+    directory = tiny_checkpoint(name)
+    with LLM(directory, device="host", max_model_len=128, max_rows=2) as llm:
+        results = llm.generate([prompt.tolist(), prompt.tolist()[:9]], GREEDY)
+        metrics = llm.metrics()
+    assert results[0].outputs[0].token_ids == oracle(name)[0][:6]
+    assert len(results[1].outputs[0].token_ids) == 6
+    assert metrics["mega_coverage"] == 0
+    [reason] = metrics["fallback_reasons"]
+    assert "there is no mega-task for model family 'deepseek_v4" in reason
+
+
+def test_nothing_falls_back_in_silence(tiny_checkpoint):
+    with (
+        pytest.raises(RequestError, match="there is no mega-task for model family 'deepseek_v4'"),
+        LLM(tiny_checkpoint("deepseek-v4-tiny"), device="host", path="mega", max_model_len=128) as llm,
+    ):
+        llm.generate([[1, 2, 3]], GREEDY)
+
+
+def test_requests_that_wait_get_state_in_turn(tiny_checkpoint, prompt):
+    """More requests than rows, in a cache that has to preempt: each gives what it gives alone."""
+    directory = tiny_checkpoint("deepseek-v4-tiny")
+    prompts = [prompt.tolist()[start : start + 60] for start in (0, 5, 10)]
+    options = {"device": "host", "path": "standard", "max_model_len": 128}
+    with LLM(directory, max_rows=1, **options) as llm:
+        alone = [llm.generate([each], GREEDY)[0].outputs[0].token_ids for each in prompts]
+    with LLM(directory, max_rows=2, **options) as llm:
+        together = llm.generate([*prompts, *prompts], GREEDY)
+    assert [each.outputs[0].token_ids for each in together] == alone * 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_pack_runs(name, tiny_checkpoint, tmp_path):
+    directory = tiny_checkpoint(name, "mxfp4")
+    pack_checkpoint(directory, tmp_path, arch="host")
+    answers = []
+    for path in (directory, tmp_path):
+        with LLM(path, device="host", path="standard", max_model_len=64, max_rows=1) as llm:
+            answers.append(llm.generate([[1, 2, 3, 4, 5]], GREEDY)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
