@@ -5,8 +5,8 @@
 enum class Moment : u32 { BEGIN, INPUT, END };
 
 #if TIMELINE
-// Thread 0's stamps go to records[block][capacity]: time (low, high), stage, task * 4 + moment. A block that runs out of room
-// stops stamping; `count` [blocks] says how many each made.
+// Thread 0's stamps go to records[block][capacity]: time, tag, stage, task * 4 + moment. Of the time the low word, which does
+// not come round within a step. A block that runs out of room stops stamping; `count` [blocks] says how many each made.
 struct Timeline {
   Vec4* records;
   u32* count;
@@ -14,10 +14,9 @@ struct Timeline {
 
   DEVICE void stamp(u32 stage, u32 task, Moment moment, u32 tag) {
     if (thread_id() != 0 || !records) return;
-    u64 now = clock_ticks();
+    u32 now = (u32)clock_ticks();
     if (made < capacity)
-      store_plain(records + (u64)block_id() * capacity + made,
-                  Vec4{{(u32)now, (u32)(now >> 32), stage, task * 4 + (u32)moment}}, tag);
+      store_plain(records + (u64)block_id() * capacity + made, Vec4{{now, tag, stage, task * 4 + (u32)moment}}, tag);
     ++made;
   }
   DEVICE void close(u32 tag) const {

@@ -176,9 +176,20 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     )
 
 
-def unit(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "auto") -> Unit:
-    """What the toolchain compiles for one target. activations: what weights meet, see activations.py."""
+def unit(
+    config: GlmConfig,
+    formats: Formats,
+    target: str,
+    tp: int = 1,
+    activations: str = "auto",
+    *,
+    timeline: bool = False,
+) -> Unit:
+    """What the toolchain compiles for one target.
+
+    activations: what weights meet, see activations.py. timeline: with stamps (hip/handoff/timeline.h).
+    """
     activations = choose(formats, activations)
-    name = f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}".replace("+", "-")
+    name = f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}{'-timeline' * timeline}".replace("+", "-")
     header = model_header(config, formats, target, tp, activations)
-    return Unit(name, FOLDER / "decode.hip", {"model_config.h": header})
+    return Unit(name, FOLDER / "decode.hip", {"model_config.h": header}, {"TIMELINE": 1} if timeline else {})

@@ -18,6 +18,8 @@ from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import rope_angles
 from rocmega.sampling.device import ChoiceTable
+from rocmega.timeline import CAPACITY, Timeline
+from rocmega.timeline import read as read_timeline
 from rocmega.toolchain import compile as compile_unit
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class MegaPath:
     """Decode steps of up to 16 rows, one launch each (or `mega_tasks` of them, split at layer borders: the same bits).
 
     blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
-    activations: what weights meet, see activations.py.
+    activations: what weights meet, see activations.py. timeline: the kernel stamps what its blocks do, for `timeline`.
     Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
     dimensions do not fit its tiles.
     """
@@ -112,11 +114,14 @@ class MegaPath:
         mega_tasks: int = 1,
         activations: str = "auto",
         artifact: Artifact | None = None,
+        timeline: bool = False,
     ) -> None:
         if not 1 <= max_rows <= kernel.ROWS:
             raise RequestError(f"max_rows={max_rows}: the mega-task takes 1 to {kernel.ROWS} rows.")
         self.config, self.weights, self.cache, self.driver = config, weights, cache, driver
-        self.max_rows, self.max_model_len = max_rows, max_model_len
+        if timeline and mega_tasks > 1:
+            raise RequestError("A timeline is of one launch: use mega_tasks=1.")
+        self.max_rows, self.max_model_len, self.stamped = max_rows, max_model_len, timeline
         self.activations = choose(weights.formats, activations)
         self.max_pages = -(-max_model_len // PAGE)
         self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
@@ -193,6 +198,20 @@ class MegaPath:
             buffer.close()
         self._regions = {}
 
+    def timeline(self) -> Timeline:
+        """What the blocks did in the last step. Raises RequestError if this path was not made with timeline=True."""
+        if not self.stamped:
+            raise RequestError("This mega-task makes no stamps: make it with timeline=True.")
+        self.driver.synchronize()
+        return read_timeline(
+            self._view("timeline", torch.int32).view(self.blocks, CAPACITY, 4).cpu(),
+            self._view("timeline_count", torch.int32).cpu(),
+            stages=self._function.stages,
+            epoch=self._args.epoch,
+            layers=self.config.num_hidden_layers,
+            arch=self.driver.arch,
+        )
+
     def region(self, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """A hand-off region as it is now, for tests and debugging."""
         return self._view(name, dtype)
@@ -206,7 +225,13 @@ class MegaPath:
 
     def _load(self, artifact: Artifact | None) -> Function:
         if artifact is None:
-            unit = kernel.unit(self.config, self.weights.formats, self.driver.arch, activations=self.activations)
+            unit = kernel.unit(
+                self.config,
+                self.weights.formats,
+                self.driver.arch,
+                activations=self.activations,
+                timeline=self.stamped,
+            )
             artifact = compile_unit(unit, self.driver.arch)
         stages = descriptor.load(kernel.FOLDER / "stages.h").enums["Stage"]
         return self.driver.load(artifact).function(kernel.KERNEL, [name.lower() for name in stages])
@@ -244,7 +269,11 @@ class MegaPath:
         """Fresh regions, all zero, with epochs from the start: no tag of before can be taken for one of later."""
         self.close()
         self._epoch = 0
-        for name, nbytes in region_bytes(self.config, 1, self.max_pages, self.blocks).items():
+        sizes = region_bytes(self.config, 1, self.max_pages, self.blocks)
+        if self.stamped:
+            sizes |= {"timeline": self.blocks * CAPACITY * 16, "timeline_count": self.blocks * 4}
+            self._args.timeline_capacity = CAPACITY
+        for name, nbytes in sizes.items():
             self._regions[name] = self.driver.shared(name, nbytes)
             setattr(self._args, name, self._regions[name].address)
 

@@ -146,7 +146,8 @@ def _compiled(subject: Subject, batch: StepBatch) -> Step:
     import torch
 
     path = subject.standard()
-    path._layer = torch.compile(path._layer, dynamic=False, mode="max-autotune-no-cudagraphs")
+    torch._dynamo.reset()  # or shapes that were measured before count against the limit of compilations
+    path._layer = torch.compile(path._layer, dynamic=False, fullgraph=True, mode="max-autotune-no-cudagraphs")
     step = StandardStep(path, batch)
     return step if subject.device.type == "cpu" else Captured(step)
 

@@ -26,14 +26,17 @@ def command(arguments: Sequence[str]) -> None:
     if request.plot is not None:
         check(request.plot)
     on_stdout = request.json == Path("-")
-    if request.json is not None and not on_stdout and not request.json.absolute().parent.is_dir():
-        raise RequestError(f"--json {request.json}: its folder does not exist.")
+    for name, file in (("json", request.json), ("timeline", request.timeline)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise RequestError(f"--{name} {file}: its folder does not exist.")
     with progress(quiet=on_stdout) as tell:
         report = measure(request.options, tell)
     if request.json is not None:
         _write(report, None if on_stdout else request.json)
     if request.plot is not None:
         plot(report, request.plot)
+    if request.timeline is not None and report.timeline is not None:
+        report.timeline.timeline.write(request.timeline, " ".join(report.labels()))
     if not on_stdout:
         show(report)
     if all(row.ms is None for row in report.rows):

@@ -27,6 +27,7 @@ class Options:
             what suits the device.
         arms: names of `arms.ARMS`, all by default.
         steps: timed steps of an arm in a round; rounds: turns that each arm has. None: what suits the device.
+        timeline: also take one step of the mega-task apart, of the first rows and context.
         device: auto, host, hip or cuda. blocks: of the mega-task. seed: of weights, cache and tokens.
     """
 
@@ -42,6 +43,7 @@ class Options:
     arms: tuple[str, ...] | None = None
     steps: int | None = None
     rounds: int = 3
+    timeline: bool = False
     device: str = "auto"
     blocks: int | None = None
     seed: int = 0
@@ -76,13 +78,14 @@ class Request:
     options: Options
     json: Path | None
     plot: Path | None
+    timeline: Path | None
 
 
 def parse(arguments: Sequence[str]) -> Request:
     """The command line without the program's name. Exits as argparse does for --help and bad usage."""
     values = vars(_parser().parse_args(list(arguments)))
-    json, plot = values.pop("json"), values.pop("plot")
-    return Request(Options(**values), json, plot)
+    files = {name: values.pop(name) for name in ("json", "plot", "timeline")}
+    return Request(Options(**values, timeline=files["timeline"] is not None), **files)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of weights, cache and tokens")
     add("--json", type=Path, metavar="FILE", help="write everything there; - for stdout, and no table")
     add("--plot", type=Path, metavar="FILE", help="draw ms per token against context: .png or .svg (needs matplotlib)")
+    add("--timeline", type=Path, metavar="FILE", help="write what each block of the mega-task did, for Perfetto")
     return parser
 
 

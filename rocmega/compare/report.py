@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from rocmega.compare.accuracy import Verdict
     from rocmega.compare.bandwidth import Bandwidth
     from rocmega.compare.options import Options
+    from rocmega.timeline import StageRow, Timeline
 
 HEADER = ("arm", "ms", "p5 to p95", "us/layer", "launches", "bandwidth", "vs best", "error")
+STAGE_HEADER = ("stage", "tasks/layer", "waiting", "working", "waiting", "working", "MB", "bandwidth")
 CPU_NOTE = "Times of the CPU target say nothing about a GPU: it runs each GPU thread as a fiber."
 
 
@@ -49,9 +51,51 @@ class Row:
         return None if self.best is None else self.best.median / ARMS[self.arm].tokens
 
 
+@dataclass(frozen=True)
+class Apart:
+    """A step of the mega-task taken apart. bandwidth: the device's, to compare with."""
+
+    rows: int
+    context: int
+    timeline: Timeline
+    stages: list[StageRow]
+    diagnosis: str
+
+    def to_json(self) -> dict[str, Any]:
+        line = self.timeline
+        about = {"rows": self.rows, "context": self.context, "unit": line.unit, "length": line.length}
+        about |= {"blocks": line.blocks, "blocks_out_of_room": line.truncated, "diagnosis": self.diagnosis}
+        return {**about, "stages": [vars(stage) for stage in self.stages]}
+
+    def title(self) -> str:
+        """What was taken apart."""
+        line = self.timeline
+        lost = f"; {line.truncated} blocks ran out of room for stamps" if line.truncated else ""
+        return (
+            f"Where the mega-task's time goes, {_rows(self.rows)}, context {self.context:,}: {line.length:.0f} "
+            f"{line.unit} with stamps, which cost something, on {line.blocks} blocks{lost}"
+        )
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Lines below STAGE_HEADER."""
+        return [
+            (
+                stage.stage,
+                f"{stage.tasks / self.timeline.layers:.3g}",
+                f"{stage.waiting:.1f}",
+                f"{stage.working:.1f}",
+                f"{stage.share[0]:.1%}",
+                f"{stage.share[1]:.1%}",
+                "-" if stage.bytes is None else f"{stage.bytes / 1e6:.1f}",
+                "-" if stage.bandwidth is None else f"{stage.bandwidth:.1%}",
+            )
+            for stage in self.stages
+        ]
+
+
 @dataclass
 class Report:
-    """Everything that was measured. about: what was compared; layers: of it."""
+    """Everything that was measured. about: what was compared; layers: of it; timeline: if it was asked for."""
 
     options: Options
     environment: dict[str, Any]
@@ -59,6 +103,7 @@ class Report:
     layers: int
     bandwidth: Bandwidth | None
     rows: list[Row]
+    timeline: Apart | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -110,6 +155,12 @@ class Report:
             "best: how many times faster than the best standard arm. error: relative distance of a typical row's "
             "logits from float32."
         )
+        if self.timeline is not None:
+            out.append(
+                f"Stages: waiting and working of a task in {self.timeline.timeline.unit}, then of all blocks' time. "
+                "bandwidth: what the stage's bytes would use of it if all blocks did nothing else."
+            )
+            out.append(self.timeline.diagnosis)
         for reason in dict.fromkeys(row.reason for row in self.rows if row.reason):
             of = [f"{row.arm} ({_rows(row.rows)}, {row.context:,})" for row in self.rows if row.reason == reason]
             out.append(f"No latency of {', '.join(of)}: {reason}")
@@ -167,6 +218,7 @@ class Report:
             "environment": self.environment,
             "bandwidth": None if self.bandwidth is None else self.bandwidth.to_json(),
             "rows": [self._row_json(row) for row in self.rows],
+            "timeline": None if self.timeline is None else self.timeline.to_json(),
             "published": [vars(figure) for figure in self.published],
         }
 

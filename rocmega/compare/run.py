@@ -15,9 +15,9 @@ from rocmega.compare.accuracy import Expected, Judge
 from rocmega.compare.arms import ARMS, Step
 from rocmega.compare.environment import cache_bytes, environment
 from rocmega.compare.options import Options
-from rocmega.compare.report import Report, Row
+from rocmega.compare.report import Apart, Report, Row
 from rocmega.compare.subject import Subject
-from rocmega.compare.timing import alternate
+from rocmega.compare.timing import WARM_UP, alternate
 from rocmega.errors import RequestError
 from rocmega.progress import Progress, silent
 from rocmega.step import StepBatch
@@ -39,7 +39,8 @@ def compare(options: Options, progress: Progress = silent) -> Report:
         for done, (count, context) in enumerate(pairs):
             progress(f"{count} rows, context {context}", done, len(pairs))
             rows += _pair(subject, judge, count, context)
-        return Report(options, environment(subject.driver), _about(subject), subject.layers, read, rows)
+        apart = _take_apart(subject, read) if options.timeline else None
+        return Report(options, environment(subject.driver), _about(subject), subject.layers, read, rows, apart)
     finally:
         subject.close()
 
@@ -71,6 +72,22 @@ def _about(subject: Subject) -> dict[str, Any]:
         "rank": options.rank,
         "loopback": options.loopback,
     }
+
+
+def _take_apart(subject: Subject, read: bandwidth.Bandwidth | None) -> Apart:
+    """One step of a mega-task that stamps what it does, after others that warmed it up."""
+    rows, context = subject.options.rows[0], subject.contexts[0]
+    mega = subject.mega_with_timeline()
+    try:
+        mega.place(subject.batch(rows, context), logits=False)
+        for _ in range(WARM_UP if subject.device.type != "cpu" else 1):
+            mega.enqueue()
+            mega.result()
+        timeline = mega.timeline()
+    finally:
+        mega.close()
+    stages = timeline.stages(subject.stage_reads(rows, context), read and read.bytes_per_second)
+    return Apart(rows, context, timeline, stages, timeline.diagnosis(subject.module("flow").PRODUCERS))
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
-from rocmega.compare.report import HEADER, Report
+from rocmega.compare.report import HEADER, STAGE_HEADER, Report
 
 
 def show(report: Report) -> None:
@@ -21,9 +22,9 @@ def show(report: Report) -> None:
     out = console()
     for label in report.labels():
         out.print(label, markup=False)
-    for title, lines in report.tables():
+    for title, header, lines in _tables(report):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-        for number, name in enumerate(HEADER):
+        for number, name in enumerate(header):
             table.add_column(name, justify="right" if number else "left", overflow="fold")
         for line in lines:
             table.add_row(*line)
@@ -34,15 +35,20 @@ def show(report: Report) -> None:
 
 def plain(report: Report) -> str:
     """The same without any library."""
-    tables = report.tables()
-    cells = [HEADER, *(line for _, lines in tables for line in lines)]
-    widths = [max(len(line[at]) for line in cells) for at in range(len(HEADER))]
-
-    def columns(line: tuple[str, ...]) -> str:
-        padded = [text.rjust(width) for text, width in zip(line, widths, strict=True)]
-        return "  ".join([line[0].ljust(widths[0]), *padded[1:]]).rstrip()
-
     out = report.labels()
-    for title, lines in tables:
-        out += ["", title, columns(HEADER), *map(columns, lines)]
+    for title, header, lines in _tables(report):
+        out += ["", title, *_columns([header, *lines])]
     return "\n".join([*out, "", *report.notes()])
+
+
+def _columns(cells: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = ([text.rjust(width) for text, width in zip(line, widths, strict=True)] for line in cells)
+    return ["  ".join([line[0].ljust(widths[0]), *rest[1:]]).rstrip() for line, rest in zip(cells, padded, strict=True)]
+
+
+def _tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    for title, lines in report.tables():
+        yield title, HEADER, lines
+    if report.timeline is not None:
+        yield report.timeline.title(), STAGE_HEADER, report.timeline.cells()

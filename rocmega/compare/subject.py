@@ -179,16 +179,24 @@ class Subject:
     def mega(self) -> Any:
         """The mega-task. Raises RocmegaError if it cannot be built for this model or device."""
         if self._mega is None:
-            self._mega = self.module("mega").MegaPath(
-                self.model.config,
-                self.model.weights,
-                self.cache,
-                self.driver,
-                blocks=self.options.blocks,
-                max_model_len=max(self.contexts),
-                activations=self.activations,
-            )
+            self._mega = self._make_mega()
         return self._mega
+
+    def mega_with_timeline(self) -> Any:
+        """A mega-task that stamps what its blocks do; the caller closes it."""
+        return self._make_mega(timeline=True)
+
+    def _make_mega(self, **options: Any) -> Any:
+        return self.module("mega").MegaPath(
+            self.model.config,
+            self.model.weights,
+            self.cache,
+            self.driver,
+            blocks=self.options.blocks,
+            max_model_len=max(self.contexts),
+            activations=self.activations,
+            **options,
+        )
 
     def why_not(self, rows: int, context: int) -> str | None:
         """Why the cache has no room for these rows; None if it has."""
@@ -200,12 +208,9 @@ class Subject:
 
     def batch(self, rows: int, context: int) -> StepBatch:
         """Rows of different requests, each with `context` tokens, its own included."""
-        for row in range(max(self.options.rows)):
-            self.cache.release(row)
-        for row in range(rows):
-            self.cache.grow(row, context)
-        positions = torch.full((rows,), context - 1, dtype=torch.int32)
-        return StepBatch(self._tokens(rows), positions, self.cache.block_table(list(range(rows))))
+        pages = _pages(rows, context)
+        table = torch.arange(pages, dtype=torch.int32).view(rows, -1)
+        return StepBatch(self._tokens(rows), torch.full((rows,), context - 1, dtype=torch.int32), table)
 
     def with_other_tokens(self, batch: StepBatch, draw: int) -> StepBatch:
         """The same rows at the same positions."""
@@ -215,6 +220,12 @@ class Subject:
         """Bytes that a step reads: rocmega.packing.traffic says what is counted."""
         reads = self.module("traffic").cache_reads(self.model.config, self.model.weights.formats, context)
         return sum(read_bytes(field, rows) for field in self.model.fields) + rows * sum(reads.values())
+
+    def stage_reads(self, rows: int, context: int) -> dict[str, float]:
+        """The same by stage of the mega-task."""
+        weights = self.model.weights
+        reads = self.module("flow").stage_reads(self.model.config, weights.formats, self.model.fields, rows, context)
+        return dict(reads)
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -43,7 +43,7 @@ def test_both_arms_pass_everywhere(report):
     for row in report.rows:
         assert row.reason is None, row.reason
         assert row.verdict.reason is None
-        assert 0 < row.verdict.error < 0.01  # bf16 rounds to 2^-9
+        assert 0 < row.verdict.worst < 0.01  # bf16 rounds to 2^-9; rows with a tie are further off
         assert row.verdict.judged >= 8
         assert [len(times.device_ms) for times in row.rounds] == [2, 2]
 

@@ -34,10 +34,15 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs():
     assert "pip install 'rocmega[plot]'" in result.stderr
 
 
-def test_the_command_of_the_command_line():
-    result = run("-m", "rocmega", "compare", *ARGUMENTS, "--json", "-")
+def test_the_command_of_the_command_line(tmp_path):
+    trace = tmp_path / "trace.json"
+    result = run("-m", "rocmega", "compare", *ARGUMENTS, "--json", "-", "--blocks", "3", "--timeline", str(trace))
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["about"]["layers"] == 2
+    report = json.loads(result.stdout)
+    assert report["about"]["layers"] == 2
+    assert report["timeline"]["blocks"] == 3
+    assert "waits longest" in report["timeline"]["diagnosis"]
+    assert {event["tid"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"} == {0, 1, 2}
 
 
 def test_the_module_is_the_same_command():
