@@ -38,14 +38,35 @@ class BusyError(RequestError):
 class StepError(RocmegaError):
     """A kernel gave up waiting: a step of the mega-task that did not complete.
 
-    stage is the stage's name where it is known, else its number; expected and seen are the epoch tags.
+    stage is the stage's name where it is known, else its number; expected and seen are the epoch tags; peer is the rank
+    that was waited for, None if it was this one.
     """
 
-    def __init__(self, rank: int, block: int, stage: str | int, task: int, expected: int, seen: int, note: str = ""):
+    def __init__(
+        self,
+        rank: int,
+        block: int,
+        stage: str | int,
+        task: int,
+        expected: int,
+        seen: int,
+        note: str = "",
+        *,
+        peer: int | None = None,
+    ):
+        self.peer = peer
         self.rank, self.block, self.stage, self.task = rank, block, stage, task
         self.expected, self.seen = expected, seen
         message = (
             f"the step did not complete: on rank {rank}, block {block} waited in stage {stage}, task {task}, "
-            f"for tag {expected} and saw {seen}."
+            f"for {'' if peer is None else f'rank {peer} and '}tag {expected} and saw {seen}."
         )
         super().__init__(f"{message} {note}".rstrip())
+
+
+class PeerError(RocmegaError):
+    """Another rank failed, or cannot be reached. `rank` is its number, None if it is not known which."""
+
+    def __init__(self, rank: int | None, what: str):
+        self.rank, self.what = rank, what
+        super().__init__(f"{'another rank' if rank is None else f'rank {rank}'} {what}")

@@ -21,9 +21,33 @@
 
 enum class Stored { THROUGH, PLAIN };
 
-constexpr int ERROR_WORDS = 8;  // of a block: claimed, rank, stage, task, its tag, wanted, seen
+constexpr int ERROR_WORDS = 8;  // of a block: claimed, rank, stage, task, its tag, wanted, seen, 1 + rank waited for
+constexpr u32 NO_PEER = 0xffffffffu;
 
 SHARED(u32, waves_ok, 2 * WAVES);
+
+// The other ranks, for waits: a rank that gives up tells them, and one that is told gives up. Of one rank nothing is left.
+template <int COUNT> struct Others {
+  u32* const* alarms;  // [RANKS] a word of each rank: 1 + another one that gave up
+  u32 lost = NO_PEER;  // the rank that a wait which was given up was for
+
+  DEVICE void lose(u32 peer) { lost = peer; }
+  DEVICE bool told(u32 rank) const { return load_system(load_constant(alarms + rank), ANY_EPOCH) != 0; }
+  // Once, at the end of the kernel: in every wait the others' addresses would fill the scalar registers (GLM-5.2 on eight ranks,
+  // gfx942: 805 spilled instead of 520).
+  DEVICE void tell(u32 rank) const {
+    for (u32 other = 0; other < COUNT; ++other)
+      if (other != rank) store_system(load_constant(alarms + other), 1 + rank, 0u);
+  }
+};
+template <> struct Others<1> {
+  static constexpr u32 lost = NO_PEER;
+
+  DEVICE explicit Others(u32* const*) {}
+  DEVICE void lose(u32) {}
+  DEVICE bool told(u32) const { return false; }
+  DEVICE void tell(u32) const {}
+};
 
 struct Step {
   const u32 rows, rank, poll_limit;
@@ -32,9 +56,10 @@ struct Step {
   u32 turn = 0;  // of waves_ok
   Timeline timeline;
   u32 lost_wanted = 0, lost_seen = 0;  // of the wait that this thread gave up; equal: none
+  Others<RANKS> others;
 
-  DEVICE Step(u32 rows, u32 rank, u32 poll_limit, u32* error)
-      : rows(rows), rank(rank), poll_limit(poll_limit), error(error) {}
+  DEVICE Step(u32 rows, u32 rank, u32 poll_limit, u32* error, u32* const* alarms)
+      : rows(rows), rank(rank), poll_limit(poll_limit), error(error), others{alarms} {}
 
   DEVICE int first_task() const {
     u32 n = n_blocks();
@@ -53,11 +78,12 @@ struct Step {
 
   // One more poll? False when this wait, or another one anywhere, was given up: then the block leaves the kernel (all_ok), and
   // so, 64 polls later, does everybody else.
-  DEVICE bool go_on(u32& polls, u32 wanted, u32 seen) {
+  DEVICE bool go_on(u32& polls, u32 wanted, u32 seen, u32 peer = NO_PEER) {
     bool expired = ++polls >= poll_limit;
-    if (expired || (polls % 64 == 0 && load_device(error, ANY_EPOCH))) {
+    if (expired || (polls % 64 == 0 && (load_device(error, ANY_EPOCH) || others.told(rank)))) {
       lost_wanted = wanted, lost_seen = seen;
-      if (expired) claim(error);
+      others.lose(peer);
+      if (expired || RANKS > 1) claim(error);
       return false;
     }
     pause();
@@ -70,6 +96,8 @@ struct Step {
     if (lost_wanted == lost_seen || !claim(mine)) return;
     const u32 what[] = {rank, stage, task, tag, lost_wanted, lost_seen};
     for (int i = 0; i < 6; ++i) store_device(mine + 1 + i, what[i], 0u);
+    if constexpr (RANKS > 1) store_device(mine + 7, others.lost + 1, 0u);
+    others.tell(rank);
   }
 
   // One thread waits for N words, at(0) ... at(N - 1). All are asked for before the first is looked at: one round trip.

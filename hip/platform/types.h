@@ -10,8 +10,10 @@ using u64 = unsigned long long;
 
 #if defined(__clang__) || defined(__CUDACC__)
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #else
 #define UNROLL _Pragma("GCC unroll 64")
+#define ROLLED _Pragma("GCC unroll 1")
 #endif
 
 // A 32-bit payload and the epoch it belongs to, written and read as one 8-byte access.

@@ -1,7 +1,8 @@
 // Greedy choice: every block keeps the best logit it has computed for each row and publishes that; one task takes the best
-// of the blocks. A maximum with ties to the lowest token does not depend on who computed what.
+// of the blocks. A maximum with ties to the lowest token does not depend on who computed what. Of ranks, each has a part of the
+// vocabulary: they offer each other the best of it, and all choose the same.
 #pragma once
-#include "handoff/step.h"
+#include "handoff/reduce.h"
 #include "tile/tile.h"
 
 struct Best {
@@ -36,8 +37,21 @@ DEVICE void publish_best(const Step& s, u32 tag, Best mine, Pair* best) {
   store_pair(to + 1, {mine.token, tag});
 }
 
+// The best of all ranks, whose tokens begin at rank * VOCAB_OF_RANK; by the one thread of a row that has this rank's.
+template <int VOCAB_OF_RANK> DEVICE bool best_of_ranks(Step& s, u32 tag, int row, Pair* const* candidates, Best& mine) {
+  auto place = [&](u32 rank) { return ((u64)rank * ROWS + row) * 2; };
+  push(s.rank, candidates, place(s.rank), {bits<u32>(mine.value), mine.token + s.rank * VOCAB_OF_RANK}, tag);
+  const Pair* own = load_constant(candidates + s.rank);
+  Pair got[RANKS * 2];
+  if (!collect_ranks<2>(s, tag, [&](int rank) { return own + place(rank); }, got)) return false;
+  mine = Best();
+  UNROLL for (int rank = 0; rank < RANKS; ++rank) mine.offer(value_of(got[2 * rank]), got[2 * rank + 1].payload);
+  return true;
+}
+
 // One task.  in  best [blocks][ROWS][2];  out  tokens [row], read by the host after the launch
-DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, u32* tokens) {
+template <int VOCAB_OF_RANK>
+DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, Pair* const* candidates, u32* tokens) {
   if (s.first_task() == 0) {
     s.begin(stage, 0, tag);
     int row = thread_id() / 16;
@@ -51,7 +65,12 @@ DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, u32* tok
     }
     if (!s.all_ok(ok)) return false;
     mine = best_of_row<16>(s, mine);
-    if (thread_id() % 16 == 0 && row < (int)s.rows) store_plain(tokens + row, mine.token, tag);
+    bool first_of_row = thread_id() % 16 == 0 && row < (int)s.rows;
+    if constexpr (RANKS > 1) {
+      if (first_of_row) ok = best_of_ranks<VOCAB_OF_RANK>(s, tag, row, candidates, mine);
+      if (!s.all_ok(ok)) return false;
+    }
+    if (first_of_row) store_plain(tokens + row, mine.token, tag);
   }
   s.finish(1);
   return true;

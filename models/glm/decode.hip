@@ -15,10 +15,13 @@
 // The argument needs every task to be one that somebody waits for. That is why the indexer's later stages run only if a row
 // needs them (any_long), and route.h deals with blocks that turn out to have no task.
 // Launches: a launch begins when the one before has ended on all blocks.
+// Ranks: heads, MLPs' widths and the vocabulary are divided among RANKS. Then OUTPUT and DOWN_SUM give shares of what is added to
+// x, and REDUCE sums them up (hip/handoff/reduce.h); everything else is the same computation on every rank, to the bit.
 #include "model_config.h"  // the model's dimensions and formats, generated from its config.json
 
 #include "glm/descriptor.h"
 #include "glm/stages.h"
+#include "handoff/reduce.h"
 #include "stages/attend.h"
 #include "stages/cache_entry.h"
 #include "stages/choose.h"
@@ -43,7 +46,7 @@ struct Decode {
   u32 selection_layer = 0;  // the layer whose selection is in force
 
   DEVICE explicit Decode(Const<DecodeArgs> a)
-      : a(a), s(a->rows, a->rank, a->poll_limit, a->error), pages{a->block_table, a->max_pages} {
+      : a(a), s(a->rows, a->rank, a->poll_limit, a->error, a->alarms), pages{a->block_table, a->max_pages} {
 #if TIMELINE
     s.timeline = {a->timeline, a->timeline_count, a->timeline_capacity};
 #endif
@@ -62,10 +65,17 @@ struct Decode {
     for (u32 layer = 0; layer < a->layer_begin; ++layer)  // a selection may be an earlier launch's
       if (as_const(a->weights)[layer].full_index) selection_layer = layer;
     for (u32 layer = a->layer_begin; layer < a->layer_end; ++layer)
-      if (!attention(layer) || !mlp(layer)) return false;
+      if (!run_layer(layer)) return false;
     return a->layer_end < a->layers || next_token();
   }
 
+  DEVICE bool run_layer(u32 layer) {
+    if constexpr (RANKS == 1) return attention(layer) && mlp(layer);
+    for (u32 half = 0; half < 2;
+         ++half)  // one piece of code for the sum over ranks: 520 scalar spills with two, 325 so
+      if (!(half ? mlp(layer) : attention(layer)) || !reduce(2 * layer + 1 + half)) return false;
+    return true;
+  }
   DEVICE bool attention(u32 layer) {
     Const<LayerWeights> w = as_const(a->weights) + layer;
     if (w->full_index) selection_layer = layer;
@@ -94,12 +104,23 @@ struct Decode {
 
   // x(version) of all rows.
   DEVICE PairRows x(u32 version) const { return {slot(a->x, version, HIDDEN), HIDDEN, tag(version)}; }
-  // x(version + 1) = x(version) + v, for two channels.
+  // x(version + 1) = x(version) + v, for two channels; of several ranks, v is this one's share.
   DEVICE void add_to_x(u32 version, int row, int channel, const f32 (&v)[2]) {
+    if constexpr (RANKS > 1) {
+      u64 at = parts_of(version + 1, s.rank, HIDDEN) + row * HIDDEN + channel;
+      return push(s.rank, a->parts, at, {bits<u32>(v[0]), bits<u32>(v[1])}, tag(version + 1));
+    }
     Pair old[2];  // there since this stage's inputs are: they derive from it
     x(version).take(s, row, [&](int i) { return channel + i; }, old);
     Pair* to = slot(a->x, version + 1, HIDDEN) + row * HIDDEN + channel;
     for (int j = 0; j < 2; ++j) put(to + j, value_of(old[j]) + v[j], tag(version + 1));
+  }
+
+  // in the shares of x(version) - x(version - 1);  out x(version).
+  STAGE bool reduce(u32 version) {
+    a = fresh(a);
+    return reduce_ranks<HIDDEN>(s, REDUCE, tag(version), version, load_constant(a->parts + s.rank),
+                                slot(a->x, version - 1, HIDDEN), slot(a->x, version, HIDDEN));
   }
 
   // A tile of one of several matrices that share a stage, and where its outputs go.
@@ -396,7 +417,7 @@ struct Decode {
       return choose.run(s, SAMPLE, t);
     }
     publish_best(s, t, best, a->best);
-    return choose_token(s, SAMPLE, t, a->best, a->tokens_out);
+    return choose_token<VOCAB>(s, SAMPLE, t, a->best, a->candidates, a->tokens_out);
   }
 };
 

@@ -60,6 +60,7 @@ struct Adjustment {
   u32 times, seen;
 };
 
+// One rank's, where RANKS share the model: HEADS, widths and VOCAB are its part, logits too.
 struct DecodeArgs {
   u32 version;  // DESCRIPTOR_VERSION
   u32 rows;     // 1 to ROWS
@@ -69,7 +70,7 @@ struct DecodeArgs {
   u32 epoch;               // tags of this step: epoch ... epoch + 2 * layers + 1; the next begins one later
   u32 poll_limit;          // polls before a wait gives up
   u32 max_pages;           // stride of block_table
-  u32 rank;                // for error reports
+  u32 rank;                // of RANKS
   const u32* tokens_in;    // [ROWS] the tokens to run
   const u32* positions;    // [ROWS] their positions, which are also the number of cached tokens before them
   const u32* block_table;  // [ROWS][max_pages] page numbers
@@ -110,4 +111,8 @@ struct DecodeArgs {
   Vec4* timeline;       // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null
   u32* timeline_count;  // [blocks]
   u32 timeline_capacity;
+  // Of each rank, where there are several, as this rank's device sees them; hip/handoff/reduce.h. Null where there is one.
+  Pair* const* parts;       // [RANKS] -> [2][RANKS][ROWS][H] shares of what is added to x
+  Pair* const* candidates;  // [RANKS] -> [RANKS][ROWS][2] each rank's best logit: value, token
+  u32* const* alarms;       // [RANKS] -> [1] 1 + a rank that gave up
 };

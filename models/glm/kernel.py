@@ -130,6 +130,7 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
         )
     sizes = {
         "ROWS": ROWS,
+        "RANKS": tp,
         "PAGE": PAGE,
         "LDS_WORDS": LDS_WORDS[target],
         "HIDDEN": config.hidden_size,

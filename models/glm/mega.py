@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rocmega.cache import PagedCache
     from rocmega.drivers.base import Driver, Function, SharedBuffer
     from rocmega.models.glm.weights import GlmWeights, Layer
+    from rocmega.parallel import Group, SymmetricBuffer
     from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
     from rocmega.toolchain import Artifact
@@ -53,6 +54,16 @@ class StepResult:
 def rope_table(config: GlmConfig, positions: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Cosine and sine of every position and pair of channels, f32 [positions, rope / 2, 2]."""
     return rope_angles(torch.arange(positions), config.rope_theta, config.qk_rope_head_dim).to(device)
+
+
+def symmetric_bytes(config: GlmConfig, tp: int) -> dict[str, tuple[int, int]]:
+    """Sizes of what all ranks write, by field of DecodeArgs, and the stride from one rank's place to the next one's."""
+    place = kernel.ROWS * config.hidden_size * 8
+    return {
+        "parts": (2 * tp * place, place),
+        "candidates": (tp * kernel.ROWS * 2 * 8, kernel.ROWS * 2 * 8),
+        "alarms": (4, 0),
+    }
 
 
 def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dict[str, int]:
@@ -97,6 +108,8 @@ class MegaPath:
 
     blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
     activations: what weights meet, see activations.py. timeline: the kernel stamps what its blocks do, for `timeline`.
+    group: the ranks that share the model, of which `weights` are one's part (rocmega.parallel): every rank makes a
+    MegaPath and gives it the same steps.
     Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
     dimensions do not fit its tiles.
     """
@@ -115,13 +128,17 @@ class MegaPath:
         activations: str = "auto",
         artifact: Artifact | None = None,
         timeline: bool = False,
+        group: Group | None = None,
     ) -> None:
         if not 1 <= max_rows <= kernel.ROWS:
             raise RequestError(f"max_rows={max_rows}: the mega-task takes 1 to {kernel.ROWS} rows.")
+        whose, mine = (weights.tp, weights.rank), (group.tp, group.rank) if group else (1, 0)
+        if whose != mine:
+            raise RequestError(f"the weights are those of (ranks, rank) {whose}, and this is {mine}.")
         self.config, self.weights, self.cache, self.driver = config, weights, cache, driver
         if timeline and mega_tasks > 1:
             raise RequestError("A timeline is of one launch: use mega_tasks=1.")
-        self.max_rows, self.max_model_len, self.stamped = max_rows, max_model_len, timeline
+        self.max_rows, self.max_model_len, self.stamped, self.group = max_rows, max_model_len, timeline, group
         self.activations = choose(weights.formats, activations)
         self.max_pages = -(-max_model_len // PAGE)
         self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
@@ -130,7 +147,9 @@ class MegaPath:
         resident = driver.max_blocks(self._function, kernel.THREADS, self._dynamic_lds)
         self.blocks = min(resident, driver.facts().compute_units) if blocks is None else blocks
         self._keep: list[torch.Tensor] = []  # tensors whose addresses the kernel has
+        self._addresses: list[torch.Tensor] = []  # of all ranks' buffers
         self._regions: dict[str, SharedBuffer] = {}
+        self._symmetric: dict[str, SymmetricBuffer] = {}
         self._args = self._header.structs["DecodeArgs"]()
         self._args_bytes = torch.zeros(ctypes.sizeof(self._args), dtype=torch.uint8, device=driver.device)
         self._fill_constants()
@@ -169,6 +188,10 @@ class MegaPath:
         args.rows = rows
         self._logits = logits
         self._chosen = choices is not None and any(choice is not None for choice in choices)
+        if self._chosen and self.weights.tp > 1:
+            raise RequestError(
+                "ranks that share a vocabulary choose greedily: leave sampling out, or use path='standard'."
+            )
         if choices is not None and self._chosen:
             self._choices.place(choices)
 
@@ -189,14 +212,20 @@ class MegaPath:
         rows = self._args.rows
         return StepResult(
             tokens=self._view("tokens_out", torch.int32)[:rows].cpu().clone(),  # on the CPU, .cpu() is no copy
-            logits=self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows] if self._logits else None,
+            logits=self._gather_logits(rows) if self._logits else None,
         )
 
+    def _gather_logits(self, rows: int) -> torch.Tensor:
+        mine = self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows]
+        return mine if self.group is None else torch.cat(self.group.all_gather(mine), dim=1)
+
     def close(self) -> None:
-        """Frees what the launches write; the cache and the weights are the caller's."""
+        """Frees what the launches write; the cache and the weights are the caller's. Ranks close together."""
+        for symmetric in reversed(self._symmetric.values()):
+            symmetric.close()
         for buffer in self._regions.values():
             buffer.close()
-        self._regions = {}
+        self._symmetric, self._regions = {}, {}
 
     def timeline(self) -> Timeline:
         """What the blocks did in the last step. Raises RequestError if this path was not made with timeline=True."""
@@ -230,6 +259,7 @@ class MegaPath:
                 self.weights.formats,
                 self.driver.arch,
                 activations=self.activations,
+                tp=self.weights.tp,
                 timeline=self.stamped,
             )
             artifact = compile_unit(unit, self.driver.arch)
@@ -245,17 +275,17 @@ class MegaPath:
         launch, *blocks = self._view("error", torch.int32).view(-1, ERROR_WORDS).tolist()
         if not launch[0]:
             return
-        self._open_regions()  # whatever is half done in them must not be met by a later step
+        if self.group is None:
+            self._open_regions()  # whatever is half done in them must not be met by a later step
         stuck = [
             (tag, stage, block, words)
             for block, words in enumerate(blocks)
             if words[0]
             for stage, tag in [words[2:5:2]]
         ]
-        _, stage, block, (_, rank, _, task, _, wanted, seen, _) = min(
-            stuck
-        )  # the furthest behind: nearest to the cause
-        raise StepError(rank, block, self._function.stage(stage), task, wanted, seen)
+        _, stage, block, words = min(stuck)  # the furthest behind: nearest to the cause
+        _, rank, _, task, _, wanted, seen, peer = words
+        raise StepError(rank, block, self._function.stage(stage), task, wanted, seen, peer=peer - 1 if peer else None)
 
     def _next_epoch(self) -> int:
         """Tags of a step are epoch ... epoch + 2 * layers + 1, and grow."""
@@ -269,13 +299,23 @@ class MegaPath:
         """Fresh regions, all zero, with epochs from the start: no tag of before can be taken for one of later."""
         self.close()
         self._epoch = 0
-        sizes = region_bytes(self.config, 1, self.max_pages, self.blocks)
+        sizes = region_bytes(self.config, self.weights.tp, self.max_pages, self.blocks)
         if self.stamped:
             sizes |= {"timeline": self.blocks * CAPACITY * 16, "timeline_count": self.blocks * 4}
             self._args.timeline_capacity = CAPACITY
         for name, nbytes in sizes.items():
             self._regions[name] = self.driver.shared(name, nbytes)
             setattr(self._args, name, self._regions[name].address)
+        if self.group is not None and self.weights.tp > 1:
+            self._open_symmetric(self.group)
+
+    def _open_symmetric(self, group: Group) -> None:
+        self._addresses = []
+        for name, (nbytes, stride) in symmetric_bytes(self.config, self.weights.tp).items():
+            self._symmetric[name] = group.symmetric(self.driver, name, nbytes, stride)
+            table = torch.tensor(self._symmetric[name].addresses, dtype=torch.int64, device=self.driver.device)
+            self._addresses.append(table)
+            setattr(self._args, name, self.driver.constant(table))
 
     def _fill_constants(self) -> None:
         args, device, rows = self._args, self.driver.device, kernel.ROWS
@@ -284,7 +324,8 @@ class MegaPath:
         self._block_table = torch.zeros(rows, self.max_pages, dtype=torch.int32, device=device)
         args.version = self._header.constants["DESCRIPTOR_VERSION"]
         args.layers = self.config.num_hidden_layers
-        args.poll_limit = POLL_LIMIT
+        args.poll_limit = (self.group.poll_limit(self.driver) if self.group else None) or POLL_LIMIT
+        args.rank = self.weights.rank
         args.max_pages = self.max_pages
         vocab = self.config.vocab_size
         self._choices = ChoiceTable(self._header.structs, rows, vocab, self.max_model_len, device)

@@ -18,5 +18,6 @@ enum Stage : u32 {
   GATE_UP,       // silu(gate) * up, of the dense layer or of every chosen expert and the shared one
   DOWN_SUM,      // back to the residual stream
   HEAD,          // final norm, logits, each block's best
-  SAMPLE,        // the best of the blocks
+  SAMPLE,        // the best of the blocks, and of the ranks
+  REDUCE,        // where ranks share the model, after OUTPUT and DOWN_SUM: the sum of their shares, residual
 };

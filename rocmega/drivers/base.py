@@ -89,8 +89,16 @@ class Driver(Protocol):
         """What is known about the device."""
         ...
 
-    def shared(self, name: str, nbytes: int) -> SharedBuffer:
-        """Zeroed memory that kernels write; `name` appears in reports."""
+    def shared(self, name: str, nbytes: int, *, peers: bool = False) -> SharedBuffer:
+        """Zeroed memory that kernels write; `name` appears in reports. peers: other ranks' kernels write it, too."""
+        ...
+
+    def export(self, buffer: SharedBuffer) -> bytes:
+        """A handle by which another process of this machine opens a buffer that was made for peers."""
+        ...
+
+    def open(self, name: str, handle: bytes, nbytes: int) -> SharedBuffer:
+        """The buffer that another process exported, as memory of this one. Close it before its owner does."""
         ...
 
     def constant(self, tensor: torch.Tensor) -> int:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rocmega.toolchain import Artifact
 
 IPC_HANDLE_BYTES = 64
+PEER_UNIT = (
+    2 << 20
+)  # memory for peers comes in whole pages: a handle is of the whole allocation that an address lies in
 
 
 class DeviceMemory:
@@ -98,9 +101,10 @@ class GpuDriver(ABC):
         if nbytes <= 0:
             raise DriverError(f"The buffer {name!r} cannot have {nbytes} bytes.")
         self._activate()
-        address = self._allocate(nbytes, peers)
+        whole = -(-nbytes // PEER_UNIT) * PEER_UNIT if peers else nbytes
+        address = self._allocate(whole, peers)
         try:
-            self._zero(address, nbytes)
+            self._zero(address, whole)
             return self._buffer(name, address, nbytes, lambda: self._free(address))
         except BaseException:
             self._free(address)

@@ -71,6 +71,17 @@ def test_scoped_accesses(compiled: tuple[str, set[str], Any]) -> None:
     assert report.wbl2_waited == report.wbl2, report.unwaited_lines
 
 
+def test_what_ranks_write_for_each_other_has_system_scope(compiled: tuple[str, set[str], Any]) -> None:
+    """System scope is sc0 sc1: shares and candidates are pushed and polled as 8 bytes, alarms as 4."""
+    scoped = compiled[2].scoped
+    assert scoped.get("global_store_dwordx2 sc0 sc1", 0) >= 2 * 3 + 2, (
+        "two channels a push, in three stages; candidates"
+    )
+    assert scoped.get("global_load_dwordx2 sc0 sc1", 0) >= 8 + 2 * 8, "a share of each rank, a candidate's two words"
+    assert scoped.get("global_store_dword sc0 sc1", 0) >= 1
+    assert scoped.get("global_load_dword sc0 sc1", 0) >= 1
+
+
 def test_what_cannot_be_compiled_is_refused_first() -> None:
     glm = config.from_dict(presets.preset("glm-5.2"))
     with pytest.raises(ConfigError, match="Pack the checkpoint for gfx942"):

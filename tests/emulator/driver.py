@@ -95,7 +95,7 @@ class EmulatorDriver:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return DeviceFacts(f"emulated {self.arch}", self.arch, COMPUTE_UNITS, memory, LDS_BYTES[self.arch], 8)
 
-    def shared(self, name: str, nbytes: int) -> SharedBuffer:
+    def shared(self, name: str, nbytes: int, *, peers: bool = False) -> SharedBuffer:
         """Zeroed memory, with bytes before and behind it that kernels may not touch."""
         if nbytes <= 0:
             raise DriverError(f"Shared memory {name!r} needs at least one byte, not {nbytes}.")

@@ -1,0 +1,70 @@
+// Sums over the ranks of a tensor-parallel model, inside the mega-task: no rank leaves its kernel for them.
+//
+// Every rank has a buffer parts [2][RANKS][ROWS][width] of tagged pairs that all ranks write. A rank that has computed its share
+// of a value pushes it into the buffer of every rank, its own included (one shot: no rank asks, none relays). Whoever needs the
+// value polls its own buffer until the shares of all ranks are there and adds them up in the order of the ranks, in f32: so all
+// ranks have the same bits, whoever was first. Value and tag are one 8-byte store at system scope, past all caches on both
+// sides; there is no flag to overtake the data, and no fence.
+//
+// Only one block reads a value's shares: it adds them to the residual and publishes the sum to its own rank's blocks, who poll
+// that at device scope. Had every block summed for itself, each would have read RANKS times as much of uncached memory: 100 MB
+// for 256 blocks, 8 ranks and one row of 6,144, some twenty times what the additional hand-off costs.
+//
+// Why two slots are enough. Shares of x(v) have slot v mod 2. Who pushes a share of x(v + 2), on whatever rank r, has all of
+// x(v + 1) there (each projection reads the whole row). Each of its values is a sum that waited for a share of every rank q; so all
+// shares of x(v + 1) of q have been pushed, each by a task that derives from all of x(v) on q. Hence every sum of x(v) on q has
+// been published, and nobody there reads the slot that the push overwrites. It is the same over the border of two launches: r
+// begins the next one after q has pushed all of its last shares; r can be one version ahead, never two.
+// What one rank offers another once a step (the best token) has one slot: the next offer follows a whole step of the others.
+#pragma once
+#include "handoff/step.h"
+
+// The first of this rank's places in slot v mod 2 of a buffer.
+DEVICE u64 parts_of(u32 version, u32 rank, int width) {
+  return ((u64)(version & 1) * RANKS + rank) * ROWS * (u32)width;
+}
+
+// N pairs to the same place of every rank's buffer. Each rank begins with its neighbour, so that all links are in use, and
+// serves itself last.
+template <int N> DEVICE void push(u32 rank, Pair* const* buffers, u64 at, const u32 (&payload)[N], u32 tag) {
+  ROLLED for (u32 i = 1; i <= RANKS; ++i) {
+    Pair* there = load_constant(buffers + (rank + i) % RANKS) + at;
+    UNROLL for (int j = 0; j < N; ++j) store_pair_system(there + j, {payload[j], tag});
+  }
+}
+
+// One thread waits for N words of every rank, in its own rank's buffer: got[rank * N + i] is at(rank)[i].
+template <int N, class At> DEVICE bool collect_ranks(Step& s, u32 tag, At at, Pair (&got)[RANKS * N]) {
+  for (u32 polls = 0;;) {
+    u32 missing = RANKS, seen = tag;
+    UNROLL for (int i = 0; i < RANKS * N; ++i) got[i] = load_pair_system(at(i / N) + i % N, tag);
+    UNROLL for (int i = RANKS * N - 1; i >= 0; --i) if (got[i].tag != tag) missing = i / N, seen = got[i].tag;
+    if (missing == RANKS) return true;
+    if (!s.go_on(polls, tag, seen, missing)) return false;
+  }
+}
+
+// x(version) = x(version - 1) + the shares of all ranks. A task is THREADS values of the flat [rows][WIDTH].
+//   in   parts: this rank's buffer; before: x(version - 1), [rows][WIDTH]
+//   out  after: x(version)
+template <int WIDTH_X>
+DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, const Pair* parts, const Pair* before, Pair* after) {
+  int values = (int)s.rows * WIDTH_X, tasks = (values + THREADS - 1) / THREADS;
+  for (int task = s.first_task(); task < tasks; task += n_blocks()) {
+    s.begin(stage, task, tag);
+    int i = task * THREADS + thread_id();
+    bool ok = true;
+    if (i < values) {
+      Pair shares[RANKS], old[1];
+      ok = collect_ranks<1>(s, tag, [&](int rank) { return parts + parts_of(version, rank, WIDTH_X) + i; }, shares);
+      ok = ok && s.collect(tag - 1, [&](int) { return before + i; }, old);  // there: the shares derive from it
+      f32 sum = value_of(shares[0]);
+      UNROLL for (int rank = 1; rank < RANKS; ++rank) sum += value_of(shares[rank]);
+      if (ok) put(after + i, value_of(old[0]) + sum, tag);
+    }
+    if (!s.all_ok(ok)) return false;
+    s.end();
+  }
+  s.finish(tasks);
+  return true;
+}

@@ -1,0 +1,111 @@
+"""The mega-task of several ranks: against one rank's, and to the bit among each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from rocmega.checkpoint import Checkpoint
+from rocmega.models.glm import mega, presets
+from tests.models.glm.kit import POSITIONS, Bench
+from tests.models.glm.ranks import RankOutcome, RanksBench
+
+# Heads, widths and vocabulary that 2, 3, 4 and 8 ranks can share.
+SHARED = {
+    **presets.PRESETS["glm-5.2-tiny"],
+    "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "first_k_dense_replace": 1,
+    "num_attention_heads": 24, "num_key_value_heads": 24, "intermediate_size": 768, "moe_intermediate_size": 384,
+    "vocab_size": 768,
+}  # fmt: skip
+SEEDS = 30
+
+# A share is rounded once more than a whole: a sum of products in f32 is cut into as many pieces as there are ranks. In
+# bf16 the inputs of later layers are then the same numbers, but for those that a last bit tips over. Relative L2.
+LOGITS = {"f32": 1e-5, "bf16": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def made(packed, tiny_checkpoint) -> Iterator[Callable[..., tuple[Bench, RanksBench]]]:
+    """made(kind, tp): one rank and `tp` ranks of the same model, over the same noise."""
+    closing: list[Bench | RanksBench] = []
+
+    @cache
+    def whole(kind: str) -> tuple[Bench, Checkpoint]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(presets.PRESETS, "shared", SHARED)
+            patch.setattr(presets, "WRITABLE", (*presets.WRITABLE, "shared"))
+            directory = tiny_checkpoint("shared", kind)
+            closing.append(Bench(*packed("shared", kind), POSITIONS[:3]))
+        return closing[-1], Checkpoint(directory)
+
+    @cache
+    def make(kind: str, tp: int, **options) -> tuple[Bench, RanksBench]:
+        one, checkpoint = whole(kind)
+        closing.append(RanksBench(one, checkpoint, tp, **options))
+        return one, closing[-1]
+
+    yield make
+    for bench in reversed(closing):
+        bench.close()
+
+
+def same_on_all(outcomes: list[RankOutcome]) -> bool:
+    first, *others = outcomes
+    return all(first.outcome.same_bits(other.outcome) and torch.equal(first.x, other.x) for other in others)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("bf16", 2), ("bf16", 3), ("f32", 4), ("f32", 8)])
+def test_ranks_agree_with_one_rank_and_to_the_bit_with_each_other(kind, tp, made):
+    whole, ranks = made(kind, tp)
+    want, got = whole.step(), ranks.step()
+    assert same_on_all(got)
+    assert got[0].outcome.tokens.tolist() == want.tokens.tolist()
+    error = (got[0].outcome.logits - want.logits).norm() / want.logits.norm()
+    assert error < LOGITS[kind]
+
+
+def test_hidden_states_are_the_same_bits_at_every_layer(made):
+    """As many mega-tasks as there are layers: between them the residual stream of every rank is looked at."""
+    _, ranks = made("bf16", 3, mega_tasks=SHARED["num_hidden_layers"])
+    seen: list[list[torch.Tensor]] = [[] for _ in range(3)]
+    for path, list_of_rank in zip(ranks.paths, seen, strict=True):
+        launch = path._launch
+        path._launch = lambda path=path, launch=launch, to=list_of_rank: (launch(), to.append(path.region("x").clone()))
+    ranks.step()
+    assert [len(layers) for layers in seen] == [SHARED["num_hidden_layers"]] * 3
+    for layer in zip(*seen, strict=True):
+        assert all(torch.equal(layer[0], other) for other in layer)
+    assert not torch.equal(seen[0][0], seen[0][1])
+
+
+def test_any_order_and_any_number_of_blocks_gives_the_same_bits(made):
+    _, ranks = made("bf16", 2)
+    want = ranks.step()
+    for seed in range(SEEDS):
+        got = ranks.step(seed=seed, check=True)
+        assert same_on_all(got), seed
+        assert got[0].outcome.same_bits(want[0].outcome), seed
+    _, other = made("bf16", 2, blocks=5)
+    assert other.step(seed=4)[0].outcome.same_bits(want[0].outcome)
+
+
+def test_fewer_rows_and_more_steps(made):
+    _, ranks = made("bf16", 3)
+    want = ranks.step()
+    for rows in ([1], [0, 2], [0, 1, 2], [2]):
+        got = ranks.step(rows, seed=len(rows), check=True)
+        assert same_on_all(got)
+        assert got[0].outcome.tokens.tolist() == want[0].outcome.tokens[rows].tolist()
+
+
+def test_tags_begin_anew_on_all_ranks(made):
+    _, ranks = made("bf16", 2)
+    want = ranks.step()
+    for path in ranks.paths:
+        path._epoch = mega.LAST_EPOCH - 10
+    for _ in range(3):
+        assert ranks.step()[0].outcome.same_bits(want[0].outcome)
+    assert all(path._epoch < 1000 for path in ranks.paths)
