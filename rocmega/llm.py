@@ -48,7 +48,8 @@ class LLM:
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
     activations: how exact they are when they meet big matrices: "bf16"; "fp8", quantized per group where the weights
     are FP8 or MXFP4; "f32", not rounded at all, to compare with (from a checkpoint, not a pack); "auto" is f32 for
-    float32 checkpoints and bf16 for all others. progress: told about long work (rocmega.progress).
+    float32 checkpoints and bf16 for all others. timeline: the mega-task stamps what its blocks do, at some
+    cost, for `runner.timeline()`. progress: told about long work (rocmega.progress).
 
     Raises ConfigError, CheckpointError, ToolchainError, DriverError or RequestError, each with one paragraph for a
     person.
@@ -68,6 +69,7 @@ class LLM:
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",
+        timeline: bool = False,
         progress: Progress = silent,
     ) -> None:
         if path not in PATHS:
@@ -92,6 +94,7 @@ class LLM:
             blocks=blocks,
             seed=seed,
             activations=activations,
+            timeline=timeline,
             progress=progress,
         )
         self._tokenizer = find(self._runner.directory)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rocmega.drivers.base import Driver
     from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
+    from rocmega.timeline import Producers, Timeline
 
 DEFAULT_CONTEXT = 4096
 
@@ -63,6 +64,7 @@ class Runner:
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",
+        timeline: bool = False,
         progress: Progress = silent,
     ) -> None:
         from rocmega import registry
@@ -80,6 +82,7 @@ class Runner:
         self.max_rows = max_rows
         self.max_model_len = self._context(max_model_len)
         self._blocks = blocks
+        self._stamped = timeline
         self._progress = progress
         self._missing: tuple[str, ...] = ()
         self._numbers = itertools.count()
@@ -208,6 +211,18 @@ class Runner:
         """What it knows."""
         return self._measured
 
+    def timeline(self) -> Timeline:
+        """What the mega-task's blocks did in its last step. Raises RequestError if it has run none, or stamps none."""
+        if self._mega is None:
+            raise RequestError("There is no timeline: the mega-task does not run here.")
+        made: Timeline = self._mega.timeline()
+        return made
+
+    def stage_producers(self) -> Producers:
+        """Whom each stage of the mega-task waits for: what `Timeline.diagnosis` asks."""
+        found: Producers = self._module("flow").PRODUCERS
+        return found
+
     def close(self) -> None:
         """Gives back the device memory."""
         if self._mega is not None and hasattr(self._mega, "close"):
@@ -291,6 +306,7 @@ class Runner:
                 max_rows=self.max_rows,
                 max_model_len=self.max_model_len,
                 activations=self.activations,
+                timeline=self._stamped,
             )
         except (ConfigError, ToolchainError, DriverError) as error:
             if not may_fall_back:

@@ -71,6 +71,27 @@ class StageRow:
     bandwidth: float | None
 
 
+# Of `cells`: waiting and working of a task in the timeline's unit, then of all blocks' time.
+HEADER = ("stage", "tasks/layer", "waiting", "working", "waiting", "working", "MB", "bandwidth")
+
+
+def cells(rows: Sequence[StageRow], layers: int) -> list[tuple[str, ...]]:
+    """The table as text, below HEADER."""
+    return [
+        (
+            row.stage,
+            f"{row.tasks / layers:.3g}",
+            f"{row.waiting:.1f}",
+            f"{row.working:.1f}",
+            f"{row.share[0]:.1%}",
+            f"{row.share[1]:.1%}",
+            "-" if row.bytes is None else f"{row.bytes / 1e6:.1f}",
+            "-" if row.bandwidth is None else f"{row.bandwidth:.1%}",
+        )
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step.

@@ -228,9 +228,11 @@ class MegaPath:
         self._symmetric, self._regions = {}, {}
 
     def timeline(self) -> Timeline:
-        """What the blocks did in the last step. Raises RequestError if this path was not made with timeline=True."""
+        """What the blocks did in the last step. Raises RequestError if there is none, or no timeline=True."""
         if not self.stamped:
             raise RequestError("This mega-task makes no stamps: make it with timeline=True.")
+        if not self._epoch:
+            raise RequestError("There is no timeline: the mega-task has not run a step.")
         self.driver.synchronize()
         return read_timeline(
             self._view("timeline", torch.int32).view(self.blocks, CAPACITY, 4).cpu(),

@@ -32,6 +32,9 @@ def decode(
     save_logits: Path | None = typer.Option(
         None, metavar="FILE", help="Write the logits of every generated token to a safetensors file."
     ),
+    timeline: Path | None = typer.Option(
+        None, metavar="FILE", help="Write what each block did in the last step, for Perfetto; needs the mega-task."
+    ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Complete prompts, greedily: a prompt by the standard path, the rest by the mega-task."""
@@ -39,8 +42,11 @@ def decode(
     from rocmega.llm import LLM, SamplingParams
 
     prompts = _prompts(tokens, prompt)
-    if save_logits is not None and not save_logits.absolute().parent.is_dir():
-        raise RequestError(f"--save-logits {save_logits}: its folder does not exist.")
+    for name, file in (("save-logits", save_logits), ("timeline", timeline)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise RequestError(f"--{name} {file}: its folder does not exist.")
+    if timeline is not None and path == "standard":
+        raise RequestError("--timeline: there is no timeline of the standard path, only of the mega-task.")
     saved = _SavedLogits(len(prompts))
     with progress(quiet=json) as show:
         llm = LLM(
@@ -52,6 +58,7 @@ def decode(
             blocks=blocks,
             seed=seed,
             activations=activations,
+            timeline=timeline is not None,
             progress=show,
         )
         sampling = SamplingParams(max_tokens=max_new_tokens, ignore_eos=ignore_eos)
@@ -62,6 +69,8 @@ def decode(
         print_json(_report(llm, path, results))
     else:
         _print(llm, results)
+    if timeline is not None:
+        _take_apart(llm, timeline, quiet=json)
     llm.close()
 
 
@@ -101,6 +110,29 @@ class _SavedLogits:
             raise RequestError(f"--save-logits {file} could not be written: {error}.") from None
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _take_apart(llm: LLM, file: Path, quiet: bool) -> None:
+    """The last step: its trace to the file, its stages to the terminal."""
+    from rich import box
+    from rich.table import Table
+
+    from rocmega.cli.output import console
+    from rocmega.timeline import HEADER, cells
+
+    made = llm.runner.timeline()
+    made.write(file, f"{llm.runner.directory.name}, last step, on {llm.runner.where}")
+    if quiet:
+        return
+    title = f"The last step: {made.length:.0f} {made.unit} with stamps, which cost something, on {made.blocks} blocks"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for number, name in enumerate(HEADER):
+        table.add_column(name, justify="right" if number else "left")
+    for line in cells(made.stages(), made.layers):
+        table.add_row(*line)
+    console().print(table)
+    console().print(f"Waiting and working of a task in {made.unit}, then of all blocks' time.")
+    console().print(made.diagnosis(llm.runner.stage_producers()))
 
 
 def _report(llm: LLM, path: str, results: list[RequestOutput]) -> dict[str, Any]:

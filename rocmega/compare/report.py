@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rocmega.timeline import StageRow, Timeline
 
 HEADER = ("arm", "ms", "p5 to p95", "us/layer", "launches", "bandwidth", "vs best", "error")
-STAGE_HEADER = ("stage", "tasks/layer", "waiting", "working", "waiting", "working", "MB", "bandwidth")
 CPU_NOTE = "Times of the CPU target say nothing about a GPU: it runs each GPU thread as a fiber."
 
 
@@ -75,22 +74,6 @@ class Apart:
             f"Where the mega-task's time goes, {_rows(self.rows)}, context {self.context:,}: {line.length:.0f} "
             f"{line.unit} with stamps, which cost something, on {line.blocks} blocks{lost}"
         )
-
-    def cells(self) -> list[tuple[str, ...]]:
-        """Lines below STAGE_HEADER."""
-        return [
-            (
-                stage.stage,
-                f"{stage.tasks / self.timeline.layers:.3g}",
-                f"{stage.waiting:.1f}",
-                f"{stage.working:.1f}",
-                f"{stage.share[0]:.1%}",
-                f"{stage.share[1]:.1%}",
-                "-" if stage.bytes is None else f"{stage.bytes / 1e6:.1f}",
-                "-" if stage.bandwidth is None else f"{stage.bandwidth:.1%}",
-            )
-            for stage in self.stages
-        ]
 
 
 @dataclass

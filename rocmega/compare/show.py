@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from rocmega.compare.report import HEADER, STAGE_HEADER, Report
+from rocmega import timeline
+from rocmega.compare.report import HEADER, Report
 
 
 def show(report: Report) -> None:
@@ -50,5 +51,6 @@ def _columns(cells: list[tuple[str, ...]]) -> list[str]:
 def _tables(report: Report) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     for title, lines in report.tables():
         yield title, HEADER, lines
-    if report.timeline is not None:
-        yield report.timeline.title(), STAGE_HEADER, report.timeline.cells()
+    apart = report.timeline
+    if apart is not None:
+        yield apart.title(), timeline.HEADER, timeline.cells(apart.stages, apart.timeline.layers)

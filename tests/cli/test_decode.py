@@ -56,7 +56,31 @@ def test_saved_logits_are_those_behind_the_tokens(tiny, expected, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_timeline_is_of_the_last_step(tiny, tmp_path):
+    file = tmp_path / "trace.json"
+    arguments = [
+        "--path",
+        "mega",
+        "--device",
+        "host",
+        "--blocks",
+        "2",
+        "--max-new-tokens",
+        "2",
+        "--timeline",
+        str(file),
+    ]
+    result = run(app, ["decode", str(tiny), "--tokens", "3,1,4", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "waits longest" in " ".join(result.stdout.split())
+    assert "gate_up" in result.stdout
+    slices = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["tid"] for event in slices} == {0, 1}
+    assert {"embed", "sample", "waiting"} <= {event["name"] for event in slices}
+
+
 BAD = {
+    "a timeline without the mega-task": (["--tokens", "1", "--timeline", "trace.json"], "no timeline"),
     "no prompt": ([], "Give prompts either as"),
     "activations": (["--tokens", "1", "--activations", "bf16"], "this checkpoint is float32"),
     "two kinds of prompt": (["--tokens", "1", "--prompt", "x"], "Give prompts either as"),
