@@ -313,7 +313,9 @@ def _shape(rows: int, matrix: PackedMatrix) -> dict[str, int]:
     """Of a kernel with products: the rows of a product, loads in flight, warps."""
     slots = matrix.tiles.shape[-2] * 4
     if rows == 1:
-        return {"ROWS": 1, "BLOCK": min(128, _power_of_two(slots)), "STAGES": 1, "warps": 8 if slots >= 64 else 4}
+        # 32 KB of a matrix: 8 loads of 16 bytes a thread. A slot of MXFP4 has twice the numbers.
+        most = 64 if matrix.format == "mxfp4" else 128
+        return {"ROWS": 1, "BLOCK": min(most, _power_of_two(slots)), "STAGES": 1, "warps": 8 if slots >= 64 else 4}
     return {"ROWS": 16, "BLOCK": 1, "STAGES": 5, "warps": 2}
 
 

@@ -36,7 +36,7 @@ def attend(
     most = tl.full([HEAD_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([HEAD_ROWS], tl.float32)
     acc = tl.zeros([HEAD_ROWS, LATENT], tl.float32)
-    for first in range(begin, tl.minimum(begin + SPLIT, count), BLOCK):
+    for first in tl.range(begin, tl.minimum(begin + SPLIT, count), BLOCK, num_stages=1):  # one or two turns
         at = first + j
         seen = at < count
         if SELECTED:

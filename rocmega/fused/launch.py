@@ -17,6 +17,7 @@ _TYPES = {
     torch.uint8: "*u8",
 }
 _ALIGNED = [["tt.divisibility", 16]]
+_OPTIONS = {"enable_fp_fusion": True}  # newer releases of Triton no longer fuse products and sums unless told to
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Launch:
             if name in self.arguments and name not in ones and self._aligned(self.arguments[name])
         }
         source = ASTSource(self.kernel, signature, {**self.constants, **ones}, aligned)
-        return triton.compile(source, target=target, options={"num_warps": self.warps})
+        return triton.compile(source, target=target, options={"num_warps": self.warps, **_OPTIONS})
 
     @staticmethod
     def _type(value: Any) -> str:
@@ -77,7 +78,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, 
     """Runs a kernel on the current stream: arguments in the kernel's order, then its constants by name."""
     written = _written.get()
     if written is None:
-        kernel[grid](*arguments, num_warps=warps, **constants)
+        kernel[grid](*arguments, num_warps=warps, **_OPTIONS, **constants)
     else:
         named = dict(zip(kernel.arg_names, arguments, strict=False))
         written.append(Launch(kernel, named, constants, warps))
