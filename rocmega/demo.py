@@ -1,7 +1,8 @@
 """The demo: one tiny model, three ways to run it, and whether they agree.
 
 A checkpoint with random weights is decoded greedily by the mega-task, by the standard path and by Hugging Face
-transformers, which shares no code with the other two. `rocmega demo` prints the result; `python -m rocmega.demo` is the
+transformers, which shares no code with the other two; where transformers does not know the model, by the family's own
+second writing of it. `rocmega demo` prints the result; `python -m rocmega.demo` is the
 same command.
 """
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rocmega.llm import LLM
 
 PROMPT_TOKENS = 75  # more than the tiny models' index_topk: the selection has something to leave out
-PATHS = ("mega", "standard", "transformers")
+PATHS = ("mega", "standard", "transformers")  # and "reference" in place of the last
 
 
 @dataclass
@@ -83,7 +84,8 @@ class Comparison:
         }
 
     def _each(self, what: str) -> dict[str, Any]:
-        return {path: getattr(self.runs[path], what) if path in self.runs else None for path in PATHS}
+        paths = (*PATHS, *(path for path in self.runs if path not in PATHS))
+        return {path: getattr(self.runs[path], what) if path in self.runs else None for path in paths}
 
 
 def run(
@@ -96,27 +98,38 @@ def run(
 ) -> Comparison:
     """Makes the model's checkpoint, decodes `tokens` tokens by each path and compares.
 
-    Raises RocmegaError where the mega-task or the standard path cannot run. Without transformers, those two are
-    compared.
+    Raises RocmegaError where the standard path cannot run, or a mega-task that there is. Without transformers, ours
+    alone are compared.
     """
     import torch
 
-    from rocmega.models.glm.presets import WRITABLE, preset, write_checkpoint
+    from rocmega import registry
+    from rocmega.policy import MEGA_FAMILIES
 
-    if model not in WRITABLE:
-        raise RequestError(f"The demo cannot make the model {model!r}; it knows {', '.join(WRITABLE)}.")
-    generator = torch.Generator().manual_seed(1)
-    prompt = torch.randint(preset(model)["vocab_size"], (PROMPT_TOKENS,), generator=generator).tolist()
+    writable = [name for name in registry.preset_names() if name in registry.presets_of(name).WRITABLE]
+    if model not in writable:
+        raise RequestError(f"The demo cannot make the model {model!r}; it knows {', '.join(writable)}.")
+    presets, generator = registry.presets_of(model), torch.Generator().manual_seed(1)
+    config = presets.preset(model)
+    vocab = config.get("text_config", config)["vocab_size"]
+    prompt = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
     result = Comparison(model, "", prompt)
     with tempfile.TemporaryDirectory(prefix="rocmega-demo-") as folder:
         progress(f"making {model} with random weights")
-        checkpoint = write_checkpoint(model, Path(folder) / model)
-        for path in ("mega", "standard"):
-            result.runs[path] = _ours(checkpoint, path, result, tokens, blocks, device, progress)
+        checkpoint = presets.write_checkpoint(model, Path(folder) / model)
+        if config["model_type"] in MEGA_FAMILIES:
+            result.runs["mega"] = _ours(checkpoint, "mega", result, tokens, blocks, device, progress)
+        else:
+            result.skipped["mega"] = f"there is none for model family {config['model_type']!r} yet"
+        result.runs["standard"] = _ours(checkpoint, "standard", result, tokens, blocks, device, progress)
         try:
-            result.runs["transformers"] = _transformers(checkpoint, prompt, tokens, progress)
-        except ImportError as error:
+            result.runs["transformers"] = _transformers(checkpoint, config, prompt, tokens, progress)
+        except ModuleNotFoundError as error:
             result.skipped["transformers"] = f"{error} (pip install 'rocmega[demo]')"
+        except ImportError as error:
+            result.skipped["transformers"] = str(error)
+        if "transformers" in result.skipped and "text_config" in config:  # no released transformers knows these
+            result.runs["reference"] = _reference(checkpoint, config, prompt, tokens, progress)
     return result
 
 
@@ -143,7 +156,7 @@ def _ours(
             observer=lambda request, number, row: logits.append(row.float().cpu().clone()),
         )
         seconds = time.perf_counter() - start
-        if path == "mega":
+        if path == "mega" or not result.device:
             result.device = llm.runner.target
         count, counted = launches(tokens)
         return PathRun(output.outputs[0].token_ids, torch.stack(logits), llm.runner.where, count, counted, seconds)
@@ -186,7 +199,28 @@ def _count_standard(llm: LLM) -> Any:
     return lambda tokens: counted[0] if counted else (0, "not counted: fewer than two tokens")
 
 
-def _transformers(checkpoint: Path, prompt: list[int], tokens: int, progress: Progress) -> PathRun:
+def _reference(checkpoint: Path, config: dict[str, Any], prompt: list[int], tokens: int, progress: Progress) -> PathRun:
+    """Greedy decoding by the family's reference, token by token in float64 on the CPU."""
+    import torch
+
+    from rocmega import registry
+    from rocmega.checkpoint import Checkpoint
+    from rocmega.launches import count
+
+    files = Checkpoint(checkpoint)
+    weights = {name: files.tensor(name) for name in files.names()}
+    reference = registry.family_module(config["model_type"], "reference").Reference(config["text_config"], weights)
+    progress("reference: decoding")
+    start = time.perf_counter()
+    chosen, logits = reference.greedy(prompt, tokens)
+    seconds = time.perf_counter() - start
+    launches = count(lambda: reference.step(chosen[-1]), torch.device("cpu"))
+    return PathRun(chosen, logits, "PyTorch on the CPU, float64", *launches, seconds)
+
+
+def _transformers(
+    checkpoint: Path, config: dict[str, Any], prompt: list[int], tokens: int, progress: Progress
+) -> PathRun:
     """Greedy decoding by transformers' own class and cache, in float32 on the CPU. ImportError without it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the checkpoint: ask no server
     progress("transformers: loading")
@@ -195,13 +229,13 @@ def _transformers(checkpoint: Path, prompt: list[int], tokens: int, progress: Pr
 
     from rocmega.launches import count
 
-    if not hasattr(transformers, "GlmMoeDsaForCausalLM"):
+    [architecture] = config["architectures"]
+    if not hasattr(transformers, architecture):
         raise ImportError(f"transformers {transformers.__version__} does not know this model")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.GlmMoeDsaForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    of = getattr(transformers, architecture)
+    model = of.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     chosen: list[int] = []
     rows: list[torch.Tensor] = []
     launches = (0, "not counted: fewer than two tokens")

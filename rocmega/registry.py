@@ -39,8 +39,19 @@ def family_package(model_type: object) -> str:
 
 
 def family_module(model_type: object, name: str) -> Any:
-    """One module of a family: "config", "weights", "standard", "mega" or "presets"."""
-    return import_module(f"{family_package(model_type)}.{name}")
+    """One module of a family, such as "config", "weights" or "standard".
+
+    Raises ConfigError if the family does not have it: "mega" and "kernel" where there is no mega-task.
+    """
+    module = f"{family_package(model_type)}.{name}"
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ConfigError(
+            f"Models of type {model_type!r} run by the standard path alone: there is no {name} for them yet."
+        ) from None
 
 
 def preset_names() -> list[str]:

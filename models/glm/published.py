@@ -132,6 +132,11 @@ def expected_tensors(config: GlmConfig) -> Expected:
     return expected
 
 
+def published_formats(config: GlmConfig) -> Formats:
+    """As the big models' FP8 checkpoints are published."""
+    return Formats("fp8", "bf16")
+
+
 def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
     """Compares the files' headers with what the configuration asks for, and finds the formats they are stored in.
 

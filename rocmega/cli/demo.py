@@ -9,11 +9,16 @@ import typer
 if TYPE_CHECKING:
     from rocmega.demo import Comparison
 
-TITLES = {"mega": "mega-task", "standard": "standard path", "transformers": "transformers"}
+TITLES = {
+    "mega": "mega-task",
+    "standard": "standard path",
+    "transformers": "transformers",
+    "reference": "reference",
+}
 
 
 def demo(
-    model: str = typer.Option("glm-5.2-tiny", help="A model with random weights: glm-5.2-tiny or glm-5-tiny."),
+    model: str = typer.Option("glm-5.2-tiny", help="A model with random weights, such as deepseek-v4-tiny."),
     tokens: int = typer.Option(32, min=1, max=1024, help="How many tokens each path decodes."),
     blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
@@ -57,7 +62,7 @@ def _print(result: Comparison) -> None:
         out.print(f"Launches of the {of}: {counted}.")
     ran = ", ".join(TITLES[path] for path in result.runs)
     if result.agree:
-        out.print(f"[green]All agree[/green]: {ran} chose the same {len(result.runs['mega'].tokens)} tokens.")
+        out.print(f"[green]All agree[/green]: {ran} chose the same {len(result.runs['standard'].tokens)} tokens.")
     else:
         out.print(f"[red]They differ[/red]: {ran} did not choose the same tokens.")
     out.print(f"Largest difference of a logit between any two: {result.max_logit_diff:.2e}")

@@ -22,26 +22,28 @@ def units(model: str, format: str | None, ranks: int, activations: str = "auto")
     activations: as for `rocmega.LLM`.
     """
     from rocmega import registry
-    from rocmega.models.glm.presets import PRESETS, preset
-    from rocmega.models.glm.weights import Formats, check
 
     if ranks < 1:
         raise RequestError(f"--tensor-parallel-size {ranks}: there is at least one rank.")
     if format is not None and format not in FORMATS:
         raise RequestError(f"--format {format!r}: choose one of {', '.join(FORMATS)}.")
-    if model in PRESETS:
-        fields = preset(model)
-        config = registry.family_module(fields["model_type"], "config").from_dict(fields)
-        linear = format or ("f32" if model.endswith("-tiny") else "fp8")
-        stored = Formats(linear=linear, island="f32" if linear == "f32" else "bf16")
+    named = registry.preset_names()
+    if model in named:
+        fields = registry.presets_of(model).preset(model)
     elif Path(model).is_dir():
+        fields = registry.read_config(model)
+    else:
+        raise RequestError(f"{model!r} is neither a checkpoint directory nor one of {', '.join(named)}.")
+    family = fields["model_type"]
+    kernel, plan, weights = (registry.family_module(family, name) for name in ("kernel", "plan", "weights"))
+    config = registry.family_module(family, "config").from_dict(fields)
+    if model in named:
+        linear = format or ("f32" if model.endswith("-tiny") else "fp8")
+        stored = weights.Formats(linear=linear, island="f32" if linear == "f32" else "bf16")
+    else:
         from rocmega.checkpoint import Checkpoint
 
-        fields, config = registry.read_config(model), registry.load_config(model)
-        stored = check(Checkpoint(model), config)
-    else:
-        raise RequestError(f"{model!r} is neither a checkpoint directory nor one of {', '.join(PRESETS)}.")
-    kernel, plan = (registry.family_module(fields["model_type"], name) for name in ("kernel", "plan"))
+        stored = weights.check(Checkpoint(model), config)
 
     def unit(target: str) -> Unit:
         formats = plan.packed_formats(config, stored, ranks, target, activations)

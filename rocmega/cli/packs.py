@@ -63,19 +63,19 @@ def _packs(directory: Path, verify: bool, quiet: bool) -> list[Report]:
 def _planned(target: str, arch: str | None, tp: int) -> Report:
     from rocmega import registry
     from rocmega.checkpoint import Checkpoint
-    from rocmega.models.glm.presets import PRESETS, preset
 
-    if target in PRESETS:
-        raw = preset(target)
+    if target in registry.preset_names():
+        raw = registry.presets_of(target).preset(target)
         weights = registry.family_module(raw["model_type"], "weights")
         config = registry.family_module(raw["model_type"], "config").from_dict(raw)
-        stored = weights.Formats("fp8", "bf16")  # as the big models are published
+        stored = weights.published_formats(config)
     elif Path(target).is_dir():
         raw, config = registry.read_config(target), registry.load_config(target)
         weights = registry.family_module(raw["model_type"], "weights")
         stored = weights.check(Checkpoint(target), config)
     else:
-        raise RequestError(f"{target!r} is neither a pack, nor a checkpoint, nor one of {', '.join(PRESETS)}.")
+        known = ", ".join(registry.preset_names())
+        raise RequestError(f"{target!r} is neither a pack, nor a checkpoint, nor one of {known}.")
     plan = weights.plan(config, stored, tp=tp, arch=arch)
     about = {"model": target, "arch": arch or "any", "tp": tp, "rank": 0, "formats": plan.formats, "config": raw}
     return about, list(plan.fields.values())
@@ -123,11 +123,11 @@ def _print(about: dict[str, Any], traffic: Traffic) -> None:
     def add(label: str, format: str, shape: str, *sizes: float) -> None:
         table.add_row(label, format, shape, *(f"{size / unit:.3f}" for size in sizes))
 
-    plain = [line for line in traffic.lines if not line.matrices and line.name != "embedding"]
+    plain = [line for line in traffic.lines if not line.matrices and line.reads[ROWS[0]] == line.bytes]
     for line in traffic.lines:
         if line not in plain:
             shape = "x".join(map(str, line.shape)) + (" *" if line.split else "")
-            add(line.name, line.format, shape, line.bytes, *line.reads.values())
+            add(line.name + (" (host)" if line.host else ""), line.format, shape, line.bytes, *line.reads.values())
     small = [sum(line.reads[rows] for line in plain) for rows in ROWS]
     add("norms, biases", "f32", "", sum(line.bytes for line in plain), *small)
     table.add_section()
@@ -137,6 +137,8 @@ def _print(about: dict[str, Any], traffic: Traffic) -> None:
     add("all", "", "", traffic.bytes, *(traffic.step(rows) for rows in ROWS))
     out.print(table)
     out.print("Held, and read by a step of M rows. *: a rank's part, the rest is with other ranks.")
+    if traffic.host_bytes:
+        out.print("(host): in host memory, and not in the sum of what is held.")
     title = "ms per step at least; tok/s at most"
     limits = Table("device", "TB/s", *(f"M={rows}" for rows in ROWS), box=box.SIMPLE_HEAD, title=title)
     by_device: dict[str, list[dict[str, Any]]] = {}
