@@ -36,6 +36,8 @@
 //            elements acc_row(i), acc_col(i). To be copied and accessed by v[i], nothing else: on the host products are
 //            done late. All lanes of a wave do the same products.
 //            mma_f32(a, b, acc) 16 k     mma_bf16 32 k     mma_fp8 64 k, of the kind FP8_FNUZ says (0: OCP e4m3)
+//            mma_mxfp4(weights, their scale, x, its scale, acc)  128 k of MXFP4 by MXFP8, where NATIVE_MX is defined: its own
+//            order of k is with it
 //  numeric.h has what can be written once: conversions, exp, sums in a fixed order.
 #pragma once
 #include "types.h"

@@ -32,6 +32,8 @@ DEVICE u32 fp8_bytes(const f32 (&v)[4]) {
   return word;
 }
 
+constexpr f32 LEAST_LARGEST = 1e-10f;  // a group of smaller numbers is scaled as if it had this: 448 / it stays finite
+
 // Groups of 128 with an f32 scale, largest magnitude / 448: eight neighbouring lanes a group. `group(i)`: the 16-byte unit
 // where group i begins. Uniform over the block, which has had a barrier since LDS was written; ends without one.
 template <class Group> DEVICE void quantize_fp8(int groups, Group group) {
@@ -42,7 +44,8 @@ template <class Group> DEVICE void quantize_fp8(int groups, Group group) {
     UNROLL for (int o = 1; o < 8; o *= 2) most = larger(most, bits<f32>(wave_read(bits<u32>(most), lane ^ o)));
     block_barrier();  // the group has been read: its eight lanes write where others of them have read
     if (i >= groups) continue;
-    f32 scale = most / 448.f, inverse = most > 0 ? 448.f / most : 0.f;
+    most = larger(most, LEAST_LARGEST);
+    f32 scale = most / 448.f, inverse = 448.f / most;
     UNROLL for (int w = 0; w < 4; ++w) {
       f32 four[4];
       UNROLL for (int j = 0; j < 4; ++j) four[j] = v[4 * w + j] * inverse;
@@ -59,7 +62,7 @@ template <class Group> DEVICE void quantize_mx(int groups, Group group) {
     int at = group(i);
     f32 v[32];
     u32 ratio = bits<u32>(load_group(at, v) / 448.f);
-    u32 e8m0 = ratio ? (ratio >> 23) + ((ratio & 0x7fffff) != 0) : 127;
+    u32 e8m0 = (ratio >> 23) + ((ratio & 0x7fffff) != 0);
     e8m0 = e8m0 < 1 ? 1 : e8m0;
     f32 scale = bits<f32>(e8m0 << 23), inverse = bits<f32>((254 - e8m0) << 23);
     UNROLL for (int w = 0; w < 8; ++w) {

@@ -68,10 +68,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def fp8_activations(x: torch.Tensor) -> torch.Tensor:
-    """What x [..., k] becomes as e4m3 with a float32 scale per 128, the largest magnitude / 448. Float32 [..., k]."""
+    """What x [..., k] becomes as e4m3 with a float32 scale per 128, the largest magnitude / 448. Float32 [..., k].
+
+    The largest magnitude counts as 1e-10 at least, as in vLLM's quantization per group: 448 / it is finite.
+    """
     groups, size = _groups(x, 128)
-    most = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, torch.full_like(most, 448.0) / most, 0.0)  # 448 / x would be 448 * (1 / x)
+    most = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10)
+    inverse = torch.full_like(most, 448.0) / most  # 448 / x would be 448 * (1 / x)
     return _ungrouped(_e4m3(groups * inverse) * (most / 448.0), size)
 
 
@@ -79,7 +82,7 @@ def mxfp8_activations(x: torch.Tensor) -> torch.Tensor:
     """The same with a power of two per 32: the next one up from the largest magnitude / 448."""
     groups, size = _groups(x, 32)
     ratio = (groups.abs().amax(-1, keepdim=True) / 448.0).view(torch.int32)
-    exponent = torch.where(ratio == 0, 127, ((ratio >> 23) + ((ratio & 0x7FFFFF) != 0)).clamp_min(1))
+    exponent = ((ratio >> 23) + ((ratio & 0x7FFFFF) != 0)).clamp_min(1)
     scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
     return _ungrouped(_e4m3(groups * inverse) * scale, size)
 

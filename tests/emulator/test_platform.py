@@ -19,6 +19,7 @@ from tests.host.chain import SOURCE, STAGES, Chain
 from tests.platform import kit
 from tests.platform.test_formats import test_all_codes, test_functions, test_rounding, test_widening  # noqa: F401
 from tests.platform.test_memory import test_copies, test_streams_and_claims  # noqa: F401
+from tests.platform.test_quantize import test_groups  # noqa: F401
 from tests.platform.test_tiles import KINDS, numbers, pack, test_widened_products  # noqa: F401
 from tests.platform.test_wave_and_lds import test_lds, test_wave  # noqa: F401
 

@@ -1,5 +1,6 @@
 // Each kernel uses one group of primitives; test_*.py says what should come out, and what the AMD assembly should hold.
-#include "platform/numeric.h"
+constexpr int LDS_WORDS = 1024;
+#include "tile/quantize.h"
 
 struct Args {  // mirrored in kit.py
   const void *a, *b;
@@ -7,7 +8,6 @@ struct Args {  // mirrored in kit.py
   u32 n;
 };
 
-SHARED_LARGE(u32, words, 1024);
 SHARED(f32, floats, 64);
 
 // out: [5][threads] sum, max (low and high word), ballot, any; out2: [threads] what lane (7 * lane + 3) has
@@ -30,13 +30,13 @@ KERNEL void lds_ops(const Args* args) {
   Const<Args> p = as_const(args);
   int t = thread_id();
   u32 v = load_constant((const u32*)p->a + t);
-  if (t < 65) words[t] = 0;
+  if (t < 65) lds[t] = 0;
   if (t < 64) floats[t] = t;
   block_barrier();
-  lds_add(words, v % 64, 1);
-  lds_or(words, 64, 1u << v % 32);
+  lds_add(lds, v % 64, 1);
+  lds_or(lds, 64, 1u << v % 32);
   block_barrier();
-  if (t < 65) store_plain(p->out + t, (u32)words[t], 1);
+  if (t < 65) store_plain(p->out + t, (u32)lds[t], 1);
   if (t < 16) {
     Vec4 four = lds_load4(floats, 4 * t);
     f32 sum = 0;
@@ -167,6 +167,26 @@ KERNEL void encode(const Args* args) {
     f32 f = load_constant((const f32*)p->a + i);
     store_plain(p->out + i, to_fp8_ocp(f) | to_fp8_fnuz(f) << 8 | to_bf16(f) << 16, 1);
   }
+}
+
+// n groups of 128 bf16 numbers of a, quantized in LDS as activations are. out: [n][64] words, as they are left there
+template <class Quantize> DEVICE void in_groups(Const<Args> p, Quantize quantize) {
+  constexpr u32 AT_ONCE = LDS_WORDS / 64;
+  for (u32 from = 0; from < p->n; from += AT_ONCE) {
+    u32 count = p->n - from < AT_ONCE ? p->n - from : AT_ONCE;
+    for (u32 i = thread_id(); i < count * 64; i += THREADS) lds[i] = load_constant((const u32*)p->a + from * 64 + i);
+    block_barrier();
+    quantize((int)count);
+    block_barrier();
+    for (u32 i = thread_id(); i < count * 64; i += THREADS) store_plain(p->out + from * 64 + i, (u32)lds[i], 1);
+    block_barrier();
+  }
+}
+KERNEL void groups_fp8(const Args* args) {
+  in_groups(as_const(args), [](int groups) { quantize_fp8(groups, [](int i) { return i * 16; }); });
+}
+KERNEL void groups_mx(const Args* args) {
+  in_groups(as_const(args), [](int groups) { quantize_mx(groups * 4, [](int i) { return i * 4; }); });
 }
 
 // For n floats of a: out: exp_exact, out2: exp2_exact; then sigmoid and silu, n further on

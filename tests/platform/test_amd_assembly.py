@@ -35,7 +35,7 @@ def bits(line: str) -> set[str]:
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_no_scratch_and_no_flat(arch: str) -> None:
-    assert len(kernels(arch)) == 12
+    assert len(kernels(arch)) == 14
     for name, lines in kernels(arch).items():
         assert not [line for line in lines if re.match(r"(flat|scratch)_", line)], name
     assert not re.search(r"\.(private_segment_fixed_size|\w+_spill_count):\s+[1-9]", assembly(unit(), arch))
