@@ -42,7 +42,7 @@ class _Shortener:
         self.progress("looking for a shorter run that fails", self.tries, 0)
         if case.rows not in self.expected:
             self.expected[case.rows] = reference(self.subject, case.rows)
-        got = run(self.subject, case, self.expected[case.rows], order)
+        got = run(self.subject, case, self.expected[case.rows], order, record=order is None)
         if not isinstance(got, Failure) or got.kind != self.failure.kind:
             return False
         self.failure = replace(got, choices=order.choices if order else got.choices)
@@ -62,9 +62,11 @@ class _Shortener:
         for order in (Order(kind_memory=True), Order()):
             if self._fails(case, order):
                 return
+        if not self._fails(case):  # recorded
+            return
         kept = list(self.failure.choices)
         if not kept or not self._fails(case, Order(tuple(kept))):
-            return  # what failed was a launch before the last
+            return
         parts = 2
         while len(kept) > 1 and time.monotonic() < self.deadline:
             size = -(-len(kept) // parts)

@@ -72,7 +72,7 @@ class Failure:
     Fields:
         text: the first report; story: what the waves that it names did around it.
         stage: of the report, "" if there is none in it.
-        choices: the order of waves, where it was not the calm one: (turn, wave).
+        choices: the order of waves, where it was not the calm one and was recorded: (turn, wave).
         order: the order that was followed instead of the seed's.
     """
 
@@ -93,13 +93,16 @@ class Failure:
         return re.sub(r"\d+", "N", self.text)
 
 
-def run(subject: Subject, case: Case, expected: bytes | None, order: Order | None = None) -> Failure | bytes:
+def run(
+    subject: Subject, case: Case, expected: bytes | None, order: Order | None = None, *, record: bool = False
+) -> Failure | bytes:
     """Runs a case with all checks: what is wrong, or what it computed.
 
     expected: what it should compute, None if nobody knows yet. order: the order of waves to follow.
+    record: keep the order of a run that fails.
     """
     driver = subject.driver
-    driver.seed, driver.check, driver.xcds, driver.order, driver.record = case.seed, True, case.xcds, order, True
+    driver.seed, driver.check, driver.xcds, driver.order, driver.record = case.seed, True, case.xcds, order, record
     driver.last_report = None
     try:
         made = subject.run(case)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rocmega.check import Case, Failure, Subject, Summary
     from rocmega.progress import Progress
 
-FAMILIES = {"glm-5": "glm_moe_dsa", "glm-5.2": "glm_moe_dsa"}
 FOUND = 1  # exit code
 
 
@@ -23,13 +22,15 @@ def check(
     stage: Path | None = typer.Argument(
         None, metavar="[STAGE.py]", help="A Python file that describes a stage of your own (docs/protocol.md)."
     ),
-    model: str | None = typer.Option(None, help=f"Check a model's mega-task: {', '.join(FAMILIES)}."),
+    model: str | None = typer.Option(None, help="Check a model's mega-task, such as glm-5.2."),
     preset: str = typer.Option("tiny", help="Dimensions of the model, with random weights."),
     dtype: str = typer.Option("f32", help="Format of the weights: f32, bf16, fp8 or mxfp4."),
     ranks: int = typer.Option(1, min=1, help="Ranks that share the model, all in one launch."),
     seeds: int = typer.Option(200, min=1, help="How many cases to run."),
     first: int = typer.Option(0, min=0, help="The first seed: go on where another run ended."),
-    minutes: float | None = typer.Option(None, min=0.0, help="Stop after so many minutes."),
+    minutes: float | None = typer.Option(
+        None, min=0.0, help="Stop after so many minutes; each of the two parts with --preemptions."
+    ),
     jobs: int | None = typer.Option(None, min=1, help="Processes; one a core unless given."),
     replay: str | None = typer.Option(None, metavar="CASE", help="Run one case again: seed,blocks,rows,xcds."),
     preemptions: int = typer.Option(
@@ -51,7 +52,8 @@ def check(
             summary = _replay(make, Case.parse(replay))
         else:
             summary = search(make, seeds=seeds, first=first, minutes=minutes, jobs=jobs, progress=show)
-        explored = _explore(make, summary, preemptions, show) if preemptions and summary.clean else None
+        seconds = 60 * (minutes or 1)
+        explored = _explore(make, summary, preemptions, seconds, show) if preemptions and summary.clean else None
         shortest = _shortest(make, summary, show) if summary.failure else None
     if json:
         _print_json(summary, shortest, explored)
@@ -69,9 +71,10 @@ def _subject(stage: Path | None, model: str | None, preset: str, dtype: str, ran
         raise RequestError("Give either the Python file of a stage or --model.")
     if stage is not None:
         return functools.partial(load, stage)
-    if model not in FAMILIES:
-        raise RequestError(f"--model {model!r}: choose one of {', '.join(FAMILIES)}.")
-    return registry.family_module(FAMILIES[model], "check").subject(f"{model}-{preset}", dtype, ranks)
+    for family in registry.FAMILIES:
+        if f"{model}-{preset}" in registry.family_module(family, "presets").PRESETS:
+            return registry.family_module(family, "check").subject(f"{model}-{preset}", dtype, ranks)
+    raise RequestError(f"There is no {model}-{preset} to check: try --model glm-5.2 --preset tiny.")
 
 
 def _replay(make: Callable[[], Subject], case: Case) -> Summary:
@@ -93,12 +96,15 @@ def _shortest(make: Callable[[], Subject], summary: Summary, show: Progress) -> 
     return shorten(make(), summary.failure, progress=show)
 
 
-def _explore(make: Callable[[], Subject], summary: Summary, preemptions: int, show: Progress) -> dict[str, Any]:
+def _explore(
+    make: Callable[[], Subject], summary: Summary, preemptions: int, seconds: float, show: Progress
+) -> dict[str, Any]:
     from rocmega.check import Case, explore
 
     subject = make()
     rows = min(subject.rows)
-    orders, all_of_them, failure = explore(subject, Case(0, 2, rows, 8), preemptions=preemptions, progress=show)
+    case = Case(0, 2, rows, 8)
+    orders, all_of_them, failure = explore(subject, case, preemptions=preemptions, seconds=seconds, progress=show)
     summary.failure = failure
     return {"orders": orders, "all": all_of_them, "preemptions": preemptions}
 
@@ -139,7 +145,7 @@ def _print(summary: Summary, shortest: Failure | None, explored: dict[str, Any] 
 
     out = console()
     blocks, rows = (sorted({size[i] for size in summary.runs}) for i in (0, 1))
-    table = Table("blocks", *(f"{n} rows" for n in rows), title=f"{summary.name}: runs", title_justify="left")
+    table = Table("blocks", *(f"rows: {n}" for n in rows), title=f"{summary.name}: runs", title_justify="left")
     for b in blocks:
         table.add_row(str(b), *(str(summary.runs[b, r]) for r in rows))
     out.print(table)
