@@ -242,13 +242,13 @@ void explain(Spot at, char* text, size_t size) {
     for (size_t j = 0; j < waves[i].stores->count; ++j) {
       const Store& s = waves[i].stores->items[j];
       if (s.region != at.region || at.word - s.word >= s.count) continue;
-      snprintf(text + n, size - n, ", not drained from wave %d", waves[i].index);
+      snprintf(text + n, size - n, ", not drained from wave %d; missing: drain() before others look", waves[i].index);
       return;
     }
   for (int x = 0; x < n_xcds; ++x) {
     Line* line = find_line(l2[x], at.region, at.word);
     if (line && line->dirty >> at.word % LINE & 1)
-      snprintf(text + n, size - n, ", a plain store that XCD %d has not released", x);
+      snprintf(text + n, size - n, ", a plain store that XCD %d has not released; missing: release_device()", x);
   }
 }
 
@@ -284,7 +284,8 @@ void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
          : scope == DEVICE_SCOPE ? "device"
                                  : "system",
          block_name(self->wave->block->index), self->wave->block->xcd, stage_name(self->place.stage), self->place.task,
-         what, (unsigned long long)at.word * 4, at.region->name, got, why, stale ? ", a stale line: no acquire" : "");
+         what, (unsigned long long)at.word * 4, at.region->name, got, why,
+         stale ? ", a stale line; missing: acquire_device()" : "");
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rocmega.cli.app import app
 
 run = CliRunner().invoke
-EXAMPLE = Path(__file__).parents[2] / "docs" / "checked_stage"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "checked_stage"
 SEEDS = 16  # of the model: all orders of the scheduler three times; by hand as many as one likes
 
 
@@ -55,7 +55,7 @@ def test_what_is_found_is_told_as_a_story_and_fails_again(broken: Path) -> None:
     assert result.exit_code == 1
     failure = json.loads(result.stdout)["failure"]
     assert failure["stage"] == "result"
-    assert "missing: drain() by block" in failure["report"]
+    assert "missing: drain()" in failure["report"]
     assert any("stores tag 1 to byte" in line for line in failure["story"])
     assert failure["switches"] == 0
     result = run(app, ["check", str(broken), "--replay", failure["case"], "--json"])
@@ -63,7 +63,7 @@ def test_what_is_found_is_told_as_a_story_and_fails_again(broken: Path) -> None:
     assert json.loads(result.stdout)["failure"]["case"] == failure["case"]
     result = run(app, ["check", str(broken), "--seeds", "2", "--jobs", "2"])
     assert result.exit_code == 1
-    assert "drain() by" in " ".join(result.stdout.split())
+    assert "missing: drain()" in " ".join(result.stdout.split())
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stage of one's own for `rocmega check`: `rocmega check docs/checked_stage/normalize.py`."""
+"""A stage of one's own for `rocmega check`: `rocmega check examples/checked_stage/normalize.py`."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ subject = Kernel(
     Path(__file__).with_name("normalize.hip"),
     "normalize",
     stages=["squares", "result"],
-    constants={"x": torch.randn(TASKS * THREADS)},
+    constants={"x": torch.arange(TASKS * THREADS, dtype=torch.float32)},
     regions={"squares": 4 * TASKS, "flags": 8 * TASKS, "y": 4 * TASKS * THREADS},
     results=["y"],
     writes={"squares": ["squares", "flags"], "result": ["y"]},
