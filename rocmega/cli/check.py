@@ -71,10 +71,9 @@ def _subject(stage: Path | None, model: str | None, preset: str, dtype: str, ran
         raise RequestError("Give either the Python file of a stage or --model.")
     if stage is not None:
         return functools.partial(load, stage)
-    for family in registry.FAMILIES:
-        if f"{model}-{preset}" in registry.family_module(family, "presets").PRESETS:
-            return registry.family_module(family, "check").subject(f"{model}-{preset}", dtype, ranks)
-    raise RequestError(f"There is no {model}-{preset} to check: try --model glm-5.2 --preset tiny.")
+    name = f"{model}-{preset}"
+    model_type = registry.presets_of(name).preset(name)["model_type"]
+    return registry.family_module(model_type, "check").subject(name, dtype, ranks)
 
 
 def _replay(make: Callable[[], Subject], case: Case) -> Summary:

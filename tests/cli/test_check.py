@@ -70,7 +70,7 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "empty.py").touch()
     for arguments, message in (
         ([], "either the Python file of a stage or --model"),
-        (["--model", "glm-9"], "no glm-9-tiny to check"),
+        (["--model", "glm-9"], "there is no preset 'glm-9-tiny'"),
         ([str(tmp_path / "none.py")], "does not exist"),
         ([str(tmp_path / "empty.py")], "defines no `subject`"),
         ([str(EXAMPLE / "normalize.py"), "--replay", "1,2"], "not a case"),
