@@ -101,22 +101,13 @@ def run(
     Raises RocmegaError where the standard path cannot run, or a mega-task that there is. Without transformers, ours
     alone are compared.
     """
-    import torch
-
-    from rocmega import registry
     from rocmega.policy import MEGA_FAMILIES
 
-    writable = [name for name in registry.preset_names() if name in registry.presets_of(name).WRITABLE]
-    if model not in writable:
-        raise RequestError(f"The demo cannot make the model {model!r}; it knows {', '.join(writable)}.")
-    presets, generator = registry.presets_of(model), torch.Generator().manual_seed(1)
-    config = presets.preset(model)
-    vocab = config.get("text_config", config)["vocab_size"]
-    prompt = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
+    prompt, config = prompt_of(model), _presets(model).preset(model)
     result = Comparison(model, "", prompt)
     with tempfile.TemporaryDirectory(prefix="rocmega-demo-") as folder:
         progress(f"making {model} with random weights")
-        checkpoint = presets.write_checkpoint(model, Path(folder) / model)
+        checkpoint = checkpoint_of(model, Path(folder))
         if config["model_type"] in MEGA_FAMILIES:
             result.runs["mega"] = _ours(checkpoint, "mega", result, tokens, blocks, device, progress)
         else:
@@ -131,6 +122,32 @@ def run(
         if "transformers" in result.skipped and "text_config" in config:  # no released transformers knows these
             result.runs["reference"] = _reference(checkpoint, config, prompt, tokens, progress)
     return result
+
+
+def _presets(model: str) -> Any:
+    """The module that can make the model. Raises RequestError if there is none."""
+    from rocmega import registry
+
+    writable = [name for name in registry.preset_names() if name in registry.presets_of(name).WRITABLE]
+    if model not in writable:
+        raise RequestError(f"The demo cannot make the model {model!r}; it knows {', '.join(writable)}.")
+    return registry.presets_of(model)
+
+
+def prompt_of(model: str) -> list[int]:
+    """The demo's prompt: random, and always the same. Raises RequestError for a model that it cannot make."""
+    import torch
+
+    config, generator = _presets(model).preset(model), torch.Generator().manual_seed(1)
+    vocab = config.get("text_config", config)["vocab_size"]
+    prompt: list[int] = torch.randint(vocab, (PROMPT_TOKENS,), generator=generator).tolist()
+    return prompt
+
+
+def checkpoint_of(model: str, folder: Path) -> Path:
+    """Makes the model's checkpoint, with random weights, in a folder of its name; what it is called."""
+    made: Path = _presets(model).write_checkpoint(model, folder / model)
+    return made
 
 
 def _ours(

@@ -38,8 +38,10 @@ PATHS = ("auto", "mega", "standard")
 class LLM:
     """A model that is loaded and ready.
 
-    model: a checkpoint directory (config.json and safetensors, as published). device: "auto" (a GPU if torch sees one,
-    else the CPU target), "host", "hip" or "cuda". path: "auto" runs each step by the mega-task where it can and else
+    model: a checkpoint directory (config.json and safetensors, as published). tensor_parallel_size: how many
+    ranks share the model; every one is a process, `torchrun --nproc-per-node N program.py` starts them, and all make
+    the same calls, each of which returns the whole result. device: "auto" (a GPU if torch sees one, else the CPU
+    target), "host", "hip" or "cuda". path: "auto" runs each step by the mega-task where it can and else
     by the standard path, "mega" refuses instead of falling back, "standard" never uses the mega-task. max_rows: how
     many requests run at once, at most 16; others wait. max_model_len: the longest context, prompt and answer
     together; None is what the checkpoint allows, at most 4096. cache_pages: pages of 64 tokens of the cache; None is
@@ -74,29 +76,34 @@ class LLM:
     ) -> None:
         if path not in PATHS:
             raise RequestError(f"path={path!r}: choose one of {', '.join(PATHS)}.")
-        if tensor_parallel_size != 1:
-            raise RequestError(
-                f"tensor_parallel_size={tensor_parallel_size}: only one rank is implemented. Leave it out, or 1."
-            )
+        if tensor_parallel_size < 1:
+            raise RequestError(f"tensor_parallel_size={tensor_parallel_size}: at least one rank is needed.")
         from rocmega.engine import Engine
         from rocmega.engine.engine import PREFILL_CHUNK
+        from rocmega.parallel.processes import join
         from rocmega.runner import Runner
         from rocmega.tokenizer import find
 
         self._progress = progress
-        self._runner = Runner(
-            Path(model),
-            device=device,
-            path=path,
-            max_rows=max_rows,
-            max_model_len=max_model_len,
-            cache_pages=cache_pages,
-            blocks=blocks,
-            seed=seed,
-            activations=activations,
-            timeline=timeline,
-            progress=progress,
-        )
+        group = join(tensor_parallel_size) if tensor_parallel_size > 1 else None
+
+        def load() -> Runner:
+            return Runner(
+                Path(model),
+                device=device,
+                path=path,
+                max_rows=max_rows,
+                max_model_len=max_model_len,
+                cache_pages=cache_pages,
+                blocks=blocks,
+                seed=seed,
+                activations=activations,
+                timeline=timeline,
+                group=group,
+                progress=progress,
+            )
+
+        self._runner = load() if group is None else group.agree("load the model", load)
         self._tokenizer = find(self._runner.directory)
         chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
         try:

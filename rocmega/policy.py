@@ -97,7 +97,9 @@ def _context(shape: StepShape) -> str | None:
 
 
 def _ranks(shape: StepShape) -> str | None:
-    return None if shape.ranks == 1 else f"{shape.ranks} ranks; the mega-task runs on one"
+    if shape.ranks > 1 and "sampling" in shape.features:
+        return f"sampling on {shape.ranks} ranks: each has a part of the vocabulary, and a draw needs all of it"
+    return None
 
 
 def nearest(measured: Iterable[Measured], rows: int, context: int) -> Measured | None:

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocmega.errors import ConfigError, DriverError, RequestError, ToolchainError
-from rocmega.policy import MEGA_ROWS, Decision, Measured, StepShape, choose
+from rocmega.errors import ConfigError, DriverError, PeerError, RequestError, ToolchainError
+from rocmega.policy import MEGA_FAMILIES, MEGA_ROWS, Decision, Measured, StepShape, choose
 from rocmega.progress import Progress, silent
 
 if TYPE_CHECKING:
     import torch
 
     from rocmega.drivers.base import Driver
+    from rocmega.parallel import Group
     from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
     from rocmega.timeline import Producers, Timeline
@@ -65,6 +66,7 @@ class Runner:
         seed: int | None = None,
         activations: str = "auto",
         timeline: bool = False,
+        group: Group | None = None,
         progress: Progress = silent,
     ) -> None:
         from rocmega import registry
@@ -74,11 +76,16 @@ class Runner:
             raise RequestError(f"max_rows={max_rows}: one step takes 1 to {MEGA_ROWS} rows.")
         if blocks is not None and blocks < 1:
             raise RequestError(f"blocks={blocks}: the mega-task needs at least one block.")
-        packed = find(directory)
+        self.group = group
+        self.tp, self.rank = (group.tp, group.rank) if group is not None else (1, 0)
+        packed = find(directory, self.tp, self.rank)
         directory = packed or directory
         self.directory = directory
         self.config: Any = registry.load_config(directory)
         self.family = str(registry.read_config(directory)["model_type"])
+        if self.tp > 1 and self.family not in MEGA_FAMILIES:
+            shared = ", ".join(sorted(MEGA_FAMILIES))
+            raise RequestError(f"Ranks cannot share a model of family {self.family!r} yet, only of {shared}.")
         self.max_rows = max_rows
         self.max_model_len = self._context(max_model_len)
         self._blocks = blocks
@@ -91,7 +98,7 @@ class Runner:
         self.activations: str = self._module("activations").choose(self.weights.formats, activations)
         self.cache = self._new_cache(cache_pages)
         self.standard: Any = self._module("standard").StandardPath(
-            self.config, self.weights, self.cache, activations=self.activations
+            self.config, self.weights, self.cache, activations=self.activations, **self._shared()
         )
         self._mega: Any = None
         self._measured: tuple[Measured, ...] = ()
@@ -101,7 +108,8 @@ class Runner:
             except BaseException:
                 self.close()  # nobody else can: there is no runner to close
                 raise
-            self.use_measurements()
+            if self.tp == 1:  # a rank's own measurements could send it another way than the others
+                self.use_measurements()
 
     @property
     def device(self) -> torch.device:
@@ -243,6 +251,8 @@ class Runner:
             lambda done, total: self._progress(label, done, total),
             device=self.device,
             arch=None if self.driver is None else self.driver.arch,
+            tp=self.tp,
+            rank=self.rank,
             activations=activations,
         )
         checkpoint.close()
@@ -253,8 +263,12 @@ class Runner:
 
         pack = open_pack(directory)
         # The standard path understands every architecture's bytes; kernels only their own.
-        pack.check_for(arch=None if self.driver is None else self.driver.arch)
+        pack.check_for(arch=None if self.driver is None else self.driver.arch, tp=self.tp, rank=self.rank)
         return self._module("weights").assemble(pack.formats, self.config, pack.load(self.device))
+
+    def _shared(self) -> dict[str, Any]:
+        """What a path is told of the other ranks."""
+        return {} if self.group is None else {"group": self.group}
 
     def _module(self, name: str) -> Any:
         from rocmega import registry
@@ -272,12 +286,13 @@ class Runner:
     def _open_driver(self, device: str, path: str, seed: int | None) -> Driver | None:
         """The device's driver; None if the standard path has to do without, which needs torch only."""
         from rocmega.drivers.select import kind_for, pick
+        from rocmega.parallel import local_rank
 
         self._torch_device = "cpu" if kind_for(device) == "host" else "cuda"
         if path == "standard":
             return None
         try:
-            return pick(device, seed=seed)
+            return pick(device, index=local_rank() if self.tp > 1 else None, seed=seed)
         except DriverError as error:
             if path == "mega" or device != "auto":
                 raise
@@ -307,8 +322,9 @@ class Runner:
                 max_model_len=self.max_model_len,
                 activations=self.activations,
                 timeline=self._stamped,
+                **self._shared(),
             )
-        except (ConfigError, ToolchainError, DriverError) as error:
+        except (ConfigError, ToolchainError, DriverError, PeerError) as error:
             if not may_fall_back:
                 raise
             self._missing = (str(error),)
@@ -322,6 +338,7 @@ class Runner:
             context=context,
             max_rows=self.max_rows,
             max_model_len=self.max_model_len,
+            ranks=self.tp,
             features=features,
             missing=self._missing,
         )

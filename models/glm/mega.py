@@ -153,7 +153,11 @@ class MegaPath:
         self._args = self._header.structs["DecodeArgs"]()
         self._args_bytes = torch.zeros(ctypes.sizeof(self._args), dtype=torch.uint8, device=driver.device)
         self._fill_constants()
-        self._open_regions()
+        try:
+            self._open_regions()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def launches_per_step(self) -> int:
@@ -287,7 +291,9 @@ class MegaPath:
         ]
         _, stage, block, words = min(stuck)  # the furthest behind: nearest to the cause
         _, rank, _, task, _, wanted, seen, peer = words
-        raise StepError(rank, block, self._function.stage(stage), task, wanted, seen, peer=peer - 1 if peer else None)
+        facts = (rank, block, self._function.stage(stage), task, wanted, seen)
+        error = StepError(*facts, peer=peer - 1 if peer else None)
+        raise StepError(*facts, self.group.failure(str(error)), peer=error.peer) if self.group else error
 
     def _next_epoch(self) -> int:
         """Tags of a step are epoch ... epoch + 2 * layers + 1, and grow."""

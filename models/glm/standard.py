@@ -7,6 +7,7 @@ stages.py). Read `StandardPath.forward` and `_layer` for the model from top to b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +17,13 @@ from rocmega.models.common.products import Products
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import Normed, attention, deferred_rms_norm, index_scores, rope_angles, select
+from rocmega.models.glm.shard import rank_config
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import GlmWeights
 from rocmega.step import StepBatch, check_tokens
+
+if TYPE_CHECKING:
+    from rocmega.parallel import Group
 
 # Scores or gathered cache values that one block of attention may hold: 256 MB in float32.
 _BLOCK_VALUES = 1 << 26
@@ -83,14 +88,16 @@ class StandardPath:
         resident: bool | None = None,
         activations: str = "auto",
         matrix_units: bool | None = None,
+        group: Group | None = None,
     ):
-        self.config, self.weights, self.cache = config, weights, cache
+        self.config, self.weights, self.cache, self.group = config, weights, cache, group
+        mine = rank_config(config, weights.tp)
         device = weights.device()
         activations = choose(weights.formats) if activations == "auto" else activations
         self.products = Products(weights.formats, device, activations, matrix_units)
         resident = device.type == "cpu" if resident is None else resident
         self.layers = [
-            LayerStages(config, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
+            LayerStages(mine, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
         ]
         self._head = weights.head.dequantize(self._head_dtype()) if resident else None
 
@@ -169,7 +176,12 @@ class StandardPath:
         """Final norm and LM head of the residual stream [..., hidden]: logits float32 [..., vocab]."""
         normed = deferred_rms_norm(x[None], self.weights.final_norm, self.config.rms_norm_eps)
         head = self.weights.head.dequantize(self._head_dtype()) if self._head is None else self._head
-        return self.products.head(normed, head)[0]
+        logits = self.products.head(normed, head)[0]
+        return logits if self.group is None else torch.cat(self.group.all_gather(logits), dim=-1)
+
+    def _sum(self, share: torch.Tensor) -> torch.Tensor:
+        """A block's output, of which each rank has a share."""
+        return share if self.group is None else self.group.all_reduce(share)
 
     def _layer(
         self,
@@ -192,8 +204,8 @@ class StandardPath:
         nope, rope = layer.queries(q, span.angles)
         query = layer.attention_query(layer.latent_query(nope), rope)
         latent = self._attend(query, latents, span, selection)
-        x = x + layer.output_projection(layer.value_up(latent))
-        return x + layer.mlp(layer.mlp_norm(x)), selection
+        x = x + self._sum(layer.output_projection(layer.value_up(latent)))
+        return x + self._sum(layer.mlp(layer.mlp_norm(x))), selection
 
     def _select(
         self, layer: LayerStages, q: Normed, index_weights: torch.Tensor, pool: torch.Tensor, span: Span

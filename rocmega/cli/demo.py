@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
     from rocmega.demo import Comparison
+    from rocmega.demo_ranks import RanksComparison
 
 TITLES = {
     "mega": "mega-task",
@@ -22,15 +24,24 @@ def demo(
     tokens: int = typer.Option(32, min=1, max=1024, help="How many tokens each path decodes."),
     blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
+    ranks: int = typer.Option(
+        0, min=0, help="Share the model among so many processes. Under torchrun: all that it has."
+    ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Decode a tiny model by the mega-task, the standard path and transformers, and compare."""
+    """Decode a tiny model by the mega-task, the standard path and transformers, and compare.
+
+    With --ranks, or under torchrun: by ranks that share it, by PyTorch with a collective library, and by one rank.
+    """
     import torch
 
     from rocmega.cli.output import print_json, progress
     from rocmega.demo import run
 
     torch.set_num_threads(1)  # for matrices as small as these, threads only wait for each other
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 or ranks > 1:
+        return _demo_ranks(ranks, started, model, tokens, blocks, device, json)
     with progress(quiet=json) as show:
         result = run(model, tokens=tokens, blocks=blocks, device=device, progress=show)
     if json:
@@ -39,6 +50,53 @@ def demo(
         _print(result)
     if not result.agree:
         raise typer.Exit(1)
+
+
+def _demo_ranks(ranks: int, started: int, model: str, tokens: int, blocks: int | None, device: str, json: bool) -> None:
+    from rocmega import demo_ranks
+    from rocmega.cli.output import print_json, progress
+
+    if started == 1:
+        given = ["--model", model, "--tokens", str(tokens), "--device", device, "--ranks", str(ranks)]
+        given += ["--blocks", str(blocks)] if blocks else []
+        raise typer.Exit(demo_ranks.start(ranks, [*given, *(["--json"] if json else [])]))
+    with progress(quiet=json or os.environ["RANK"] != "0") as show:
+        result = demo_ranks.run(ranks or started, model, tokens=tokens, blocks=blocks, device=device, progress=show)
+    if result is None:
+        return
+    if json:
+        print_json(result.report())
+    else:
+        _print_ranks(result)
+    if not result.agree:
+        raise typer.Exit(1)
+
+
+def _print_ranks(result: RanksComparison) -> None:
+    from rich.table import Table
+
+    from rocmega.cli.output import console
+
+    out = console()
+    count = len(result.runs["mega"])
+    out.print(f"{result.model}, random weights, shared by {count} ranks, greedy\n")
+    out.print(f"[bold]tokens[/bold]: {' '.join(map(str, result.alone.tokens))}\n")
+    table = Table("rank", "mega-task, ms a step", "standard path, ms a step", "the same tokens as one rank")
+    for rank, (mega, standard) in enumerate(zip(result.runs["mega"], result.runs["standard"], strict=True)):
+        same = mega.tokens == standard.tokens == result.alone.tokens
+        table.add_row(
+            str(rank), f"{mega.median_ms:.2f}", f"{standard.median_ms:.2f}", "yes" if same else "[red]no[/red]"
+        )
+    out.print(table)
+    out.print(
+        f"Slowest rank of the mega-task: {result.slowest}. One rank alone: {result.alone.median_ms:.2f} ms a step.\n"
+        f"Launches per token, on each rank: {result.launches_per_token:g}. The sums over ranks are inside; the "
+        f"standard path's are {result.carrier}'s.\nEvery rank ran on {result.where}."
+    )
+    if result.agree:
+        out.print("[green]All agree[/green]: every rank, by both paths, chose the tokens of one rank.")
+    else:
+        out.print("[red]They differ[/red]: not every rank and path chose the tokens of one rank.")
 
 
 def _print(result: Comparison) -> None:

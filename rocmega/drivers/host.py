@@ -307,6 +307,7 @@ class HostDriver:
 
     name = "host"
     arch = "host"
+    polls_per_second = 800  # with ranks in other processes; wait_for_peers in hip/host/scheduler.cpp
 
     def __init__(
         self,
@@ -342,8 +343,11 @@ class HostDriver:
 
     def open(self, name: str, handle: bytes, nbytes: int) -> SharedBuffer:
         """The buffer that another rank exported, as memory of this process."""
+        foreign = _HANDLE.unpack(handle)[0] != os.getpid()
+        if foreign and self.check:
+            raise DriverError("The checks see one process: run the ranks as threads (rocmega.parallel.threads).")
         buffer = memory().attach(name, handle, nbytes)
-        self.has_peers |= _HANDLE.unpack(handle)[0] != os.getpid()
+        self.has_peers |= foreign
         return buffer
 
     def constant(self, tensor: torch.Tensor) -> int:

@@ -20,6 +20,11 @@ class Agreement(ABC):
 
     rank: int
     size: int
+    failed = False  # a rank is gone or stuck: nobody waits for the others any more
+
+    def failure(self, account: str) -> str:
+        """After a failed step: tells the others, and gives what they tell."""
+        return ""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:

@@ -38,7 +38,7 @@ class SymmetricBuffer:
         for peer in self._peers:
             peer.close()
         try:
-            if self._group is not None:
+            if self._group is not None and not self._group.failed:
                 self._group.barrier()
         finally:
             self._peers, self._group = [], None
@@ -57,6 +57,14 @@ class Group(Protocol):
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, all of one shape."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, the same bits on all; the tensor may be overwritten."""
+        ...
+
+    def failure(self, account: str) -> str:
+        """After a failed step: tells the others, and gives what they tell."""
         ...
 
     def poll_limit(self, driver: Driver) -> int | None:

@@ -59,6 +59,11 @@ class ThreadRank(Agreement):
         """Every rank's tensor."""
         return [value.clone() for value in self.gather(tensor)]
 
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in their order."""
+        first, *others = self.all_gather(tensor)
+        return sum(others, first)
+
     def poll_limit(self, driver: Driver) -> int | None:
         """As for one rank: one scheduler runs all of them."""
         return None

@@ -180,7 +180,7 @@ def test_the_longest_context_is_allowed(llm):
     [
         ({"path": "fast"}, "path='fast'"),
         ({"device": "tpu"}, "device 'tpu'"),
-        ({"tensor_parallel_size": 2}, "one rank"),
+        ({"tensor_parallel_size": 2}, "this process is alone: start the program with `torchrun --nproc-per-node 2"),
         ({"max_rows": 17}, "max_rows=17"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"max_model_len": 5000}, "2 to 4096"),

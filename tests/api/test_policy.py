@@ -17,7 +17,6 @@ DENIED = {
     "too many rows": ("rows", 17),
     "context": ("context", 4097),
     "prefill": ("tokens_per_row", 2),
-    "ranks": ("ranks", 2),
     "feature": ("features", frozenset({"greedy", "no_such_feature"})),
     "missing": ("missing", ("no compiler",)),
     "measured": ("measured", (Measured(4, 4096, 2.5, 1.5),)),
@@ -44,6 +43,13 @@ def test_anything_else_is_denied_with_its_reason(name):
 def test_all_reasons_are_listed():
     denied = dict(DENIED.values())
     assert len(choose(replace(SHAPE, **denied)).reasons) == len(denied)
+
+
+def test_ranks_choose_greedily():
+    assert choose(replace(SHAPE, ranks=8)).path == "mega"
+    decision = choose(replace(SHAPE, ranks=8, features=frozenset({"sampling"})))
+    assert decision.path == "standard"
+    assert "8 ranks" in decision.reasons[0]
 
 
 def test_more_rows_than_configured():

@@ -82,6 +82,7 @@ class EmulatorDriver:
     """
 
     name = "emulator"
+    polls_per_second = 1000
 
     def __init__(self, arch: str, seed: int | None = 0, *, slice_instructions: int = 200, most: int = 10**9) -> None:
         self.arch, self.seed, self.slice_instructions, self.most = arch, seed, slice_instructions, most
