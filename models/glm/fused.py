@@ -154,7 +154,7 @@ class FusedPath:
             layer["q_a_norm"], q, squares, kv, key, head_weights,
             HIDDEN=c.hidden_size, EPS=c.rms_norm_eps, Q=q_a.n, KV=kv_a.n, KEY=c.index_head_dim,
             INDEX_HEADS=c.index_n_heads, FORMAT=q_a.format, ISLAND=index_weights.format if full else q_a.format,
-            PARTS=ROUTER_PARTS, **_shape(rows, q_a),
+            PARTS=ROUTER_PARTS, FULL=full, **_shape(rows, q_a),
         )  # fmt: skip
         return q, squares, kv, key, head_weights
 
@@ -272,13 +272,14 @@ class FusedPath:
             EXPERTS=in_all, HIDDEN=c.hidden_size, EPS=c.rms_norm_eps, FORMAT=router.format, PARTS=ROUTER_PARTS,
             **_shape(rows, router),
         )  # fmt: skip
-        launch(
-            route.route, (rows,), parts, layer["router_bias"], weights, rows,
-            EXPERTS=in_all, TOPK=c.num_experts_per_tok, FACTOR=c.routed_scaling_factor, PARTS=ROUTER_PARTS, warps=1,
-        )  # fmt: skip
         slots = 1 + min(rows * c.num_experts_per_tok, in_all)
         middle = self._new(slots, rows, gate_up.n, dtype=self.dtype)
         chosen = self._new(1 + slots, dtype=torch.int32)
+        launch(
+            route.route, (rows,), parts, layer["router_bias"], weights, chosen, rows,
+            EXPERTS=in_all, TOPK=c.num_experts_per_tok, FACTOR=c.routed_scaling_factor, PARTS=ROUTER_PARTS,
+            ALONE=rows == 1, warps=1,
+        )  # fmt: skip
         self._gate_up(gate_up, step, weights, middle, chosen, experts_in_all=in_all)
         launch(
             experts.down, (-(-down.n // 16),),

@@ -46,19 +46,23 @@ def gate_up(
 ):  # fmt: skip
     """silu(gate) * up * weight, 16 outputs of a slot a program, grid (WIDTH / 16, slots): middle [slots, rows, WIDTH].
 
-    EXPERTS: 0 in dense layers. Leaves each slot's expert in experts [1 + slots], after the number of slots.
+    EXPERTS: 0 in dense layers. experts [1 + slots] is the number of slots and then each slot's expert: the router's, if
+    there is one row, else it is made here.
     """
     tile, slot = tl.program_id(0), tl.program_id(1)
     expert, count = slot, slot
     if EXPERTS:
-        expert, count = slot_expert(weights, rows, slot, EXPERTS, ROWS)
+        if ROWS == 1:
+            expert = tl.load(experts + 1 + slot)
+        else:
+            expert, count = slot_expert(weights, rows, slot, EXPERTS, ROWS)
     if expert < 0:
         return
     factor = tl.full([ROWS], 1.0, tl.float32)
     if EXPERTS:
         m = tl.arange(0, ROWS)
         factor = tl.load(weights + m * EXPERTS + expert, mask=m < tl.where(slot == 0, 0, rows), other=1.0)
-        if tile == 0:
+        if ROWS > 1 and tile == 0:
             tl.store(experts + 1 + slot, expert)
             if slot == 0:
                 tl.store(experts, count)

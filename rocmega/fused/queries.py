@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from rocmega.fused.arithmetic import inverse_rms, rotate_outputs, store_outputs
+from rocmega.fused.arithmetic import rotate_outputs, store_outputs
 from rocmega.fused.cache_entry import own_slot, write_key, write_latent
-from rocmega.fused.tiles import linear
+from rocmega.fused.tiles import normed_linear
 
 
 @triton.jit
@@ -36,11 +36,12 @@ def queries(
             for first in range(0, COUNTS, 1024):
                 tl.store(counts + task * COUNTS + first + tl.arange(0, 1024), tl.zeros([1024], tl.int32))
     else:
-        scale = inverse_rms(q_squares, rows, (Q + 15) // 16, Q, Q_EPS, ROWS)[None, :]
         tile = task - rows
         if tile < Q_TILES:
             N: tl.constexpr = HEADS * HEAD
-            out = linear(q_normed, Q, rows, q_tiles, q_scales, 0, tile, N, Q, FORMAT, ROWS, BLOCK, STAGES) * scale
+            out = normed_linear(
+                q_normed, q_squares, rows, q_tiles, q_scales, tile, N, Q, Q_EPS, FORMAT, ROWS, BLOCK, STAGES
+            )
             head, channel = tile * 16 // HEAD, tile * 16 % HEAD
             if channel < NOPE:
                 store_outputs(nope, HEADS * NOPE, head * NOPE + channel, out, rows, HEADS * NOPE, ROWS)
@@ -52,8 +53,9 @@ def queries(
         else:
             tile -= Q_TILES
             M: tl.constexpr = INDEX_HEADS * INDEX
-            out = linear(q_normed, Q, rows, index_tiles, index_scales, 0, tile, M, Q, FORMAT, ROWS, BLOCK, STAGES)
-            out = out * scale
+            out = normed_linear(
+                q_normed, q_squares, rows, index_tiles, index_scales, tile, M, Q, Q_EPS, FORMAT, ROWS, BLOCK, STAGES
+            )
             channel = tile * 16 % INDEX
             if channel < ROPE:
                 out = rotate_outputs(out, channel, angles, positions, rows, ROPE // 2, ROWS)

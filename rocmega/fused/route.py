@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from rocmega.fused.arithmetic import inverse_rms, ordered, store_outputs
+from rocmega.fused.arithmetic import ordered, store_outputs
 from rocmega.fused.tiles import island_part
 
 
@@ -15,19 +15,21 @@ def router(
 ):  # fmt: skip
     """16 experts over one part of the inputs a program, grid (EXPERTS / 16, PARTS): parts [PARTS, rows, EXPERTS]."""
     tile, part = tl.program_id(0), tl.program_id(1)
-    out = island_part(x, gain, rows, tiles, tile, part, EXPERTS, HIDDEN, FORMAT, PARTS, ROWS, BLOCK, STAGES)
-    scale = inverse_rms(squares, rows, (HIDDEN + 15) // 16, HIDDEN, EPS, ROWS)[None, :]
-    store_outputs(parts + part * rows * EXPERTS, EXPERTS, tile * 16, out * scale, rows, EXPERTS, ROWS)
+    out = island_part(
+        x, gain, squares, rows, tiles, tile, part, EXPERTS, HIDDEN, EPS, FORMAT, PARTS, ROWS, BLOCK, STAGES
+    )
+    store_outputs(parts + part * rows * EXPERTS, EXPERTS, tile * 16, out, rows, EXPERTS, ROWS)
 
 
 @triton.jit
 def route(
-    parts, bias, weights, rows,
-    EXPERTS: tl.constexpr, TOPK: tl.constexpr, FACTOR: tl.constexpr, PARTS: tl.constexpr,
+    parts, bias, weights, experts, rows,
+    EXPERTS: tl.constexpr, TOPK: tl.constexpr, FACTOR: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """One program a row: weights float32 [rows, EXPERTS] of the TOPK chosen experts, 0 for all others.
 
-    Chosen by score plus bias, of equal sums the lowest expert; weighed by score alone.
+    Chosen by score plus bias, of equal sums the lowest expert; weighed by score alone. ALONE: the step has no other
+    row, and its slots are known (`experts.gate_up`): experts gets their number, the shared expert and the chosen ones.
     """
     row = tl.program_id(0)
     e = tl.arange(0, triton.next_power_of_2(EXPERTS))
@@ -45,3 +47,7 @@ def route(
     taken = tl.where(chosen, scores, 0.0)
     out = taken / (tl.sum(taken, 0) + 1e-20) * FACTOR
     tl.store(weights + row * EXPERTS + e, out, mask=e < EXPERTS)
+    if ALONE:
+        tl.store(experts, TOPK + 1)
+        tl.store(experts + 1, EXPERTS)
+        tl.store(experts + 1 + tl.cumsum(chosen.to(tl.int32), 0), e, mask=chosen)

@@ -10,7 +10,7 @@ the matrix units, 16 wide. FP8 scales are applied to sums over their block, MXFP
 import triton
 import triton.language as tl
 
-from rocmega.fused.arithmetic import wide_matmul
+from rocmega.fused.arithmetic import inverse_rms, wide_matmul
 
 
 @triton.constexpr_function
@@ -236,11 +236,27 @@ def linear(
 
 
 @triton.jit
-def island_part(
-    x, gain, rows, tiles, tile, part,
-    N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
+def normed_linear(
+    x, squares, rows, tiles, scales, tile,
+    N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows x * gain [rows, K], float32, times 16 outputs of a matrix [N, K], over one of PARTS parts of K."""
+    """`linear` of rows that were left for their norm (`store_normed`)."""
+    out = linear(x, K, rows, tiles, scales, 0, tile, N, K, FORMAT, ROWS, BLOCK, STAGES)
+    # Not before: its reduction over the program would keep the weights waiting.
+    return out * inverse_rms(squares, rows, (K + 15) // 16, K, EPS, ROWS)[None, :]
+
+
+@triton.jit
+def island_part(
+    x, gain, squares, rows, tiles, tile, part,
+    N: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, FORMAT: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Normed rows x [rows, K] in float32 times 16 outputs of a matrix [N, K], over one of PARTS parts of K."""
     own = tiles_at(tiles, 0, tile, N, K, FORMAT)
-    return product(x, K, gain, rows, own, own, part, K, FORMAT, True, PARTS, ROWS, BLOCK, STAGES)
+    # Half as many in flight: float32 inputs and the norm's weights want registers, and so many that one program is left
+    # on an SM.
+    HALF: tl.constexpr = max(1, BLOCK // 2)
+    out = product(x, K, gain, rows, own, own, part, K, FORMAT, True, PARTS, ROWS, HALF, STAGES)
+    return out * inverse_rms(squares, rows, (K + 15) // 16, K, EPS, ROWS)[None, :]

@@ -60,8 +60,8 @@ def test_routing_takes_the_formulas_experts_ties_included() -> None:
     random = torch.Generator().manual_seed(3)
     parts = torch.randint(-2, 3, (4, 5, 24), generator=random).float() / 4  # few different sums
     bias = torch.randint(0, 2, (24,), generator=random).float() / 8
-    weights = torch.empty(5, 24)
-    launch(route.route, (5,), parts, bias, weights, 5, EXPERTS=24, PARTS=4, warps=1, **ROUTED)
+    weights, unused = torch.empty(5, 24), torch.empty(1, dtype=torch.int32)
+    launch(route.route, (5,), parts, bias, weights, unused, 5, EXPERTS=24, PARTS=4, ALONE=False, warps=1, **ROUTED)
     experts, factors = route_formula(parts.sum(0).sigmoid(), bias, ROUTED["TOPK"], ROUTED["FACTOR"])
     wanted = torch.zeros(5, 24).scatter(1, experts, factors)
     assert torch.equal(weights != 0, wanted != 0)
