@@ -63,6 +63,7 @@ DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, const Pair* p
       if (ok) put(after + i, value_of(old[0]) + sum, tag);
     }
     if (!s.all_ok(ok)) return false;
+    s.input_is_there();
     s.end();
   }
   s.finish(tasks);

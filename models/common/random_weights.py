@@ -42,28 +42,30 @@ def random_fields(
     device: torch.device | str = "cpu",
     *,
     rank: int = 0,
+    shares: int = 1,
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Value]:
     """The fields of a plan with random values: the same ones for the same seed, rank and kind of device.
 
-    Fields that all ranks hold are equal on all of them.
+    Fields that all ranks hold are equal on all of them. shares: how many ranks' shares of what a layer adds will be
+    summed up, if they are equal.
     """
     made: dict[str, Value] = {}
     for done, field in enumerate(plan.fields.values()):
         progress("making random weights", done, len(plan.fields))
         key = f"{field.name}#{rank if field.split else 'all'}#{seed}"
         generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
-        made[field.name] = _random_field(field, layers, generator, device)
+        made[field.name] = _random_field(field, math.sqrt(2 * layers) * shares, generator, device)
     return made
 
 
-def _random_field(field: Field, layers: int, generator: torch.Generator, device: torch.device | str) -> Value:
+def _random_field(field: Field, additions: float, generator: torch.Generator, device: torch.device | str) -> Value:
     name = field.name.rsplit(".", 1)[-1]
     if not field.count:
         values = torch.empty(field.shape, dtype=dtype_of(field.format), device=device).normal_(generator=generator)
         return _vector(name, values)
-    gain = _GAINS.get(name, 1.0) / (math.sqrt(2 * layers) if name in _RESIDUAL else 1.0)
+    gain = _GAINS.get(name, 1.0) / (additions if name in _RESIDUAL else 1.0)
     matrix = PackedMatrix.empty(field.format, field.shape, field.count, device)
     _fill(matrix, gain / math.sqrt(matrix.k), generator)
     return matrix

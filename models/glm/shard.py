@@ -1,12 +1,22 @@
-"""One rank of a model as a model of its own: fewer heads, narrower MLPs, a smaller vocabulary; or fewer layers."""
+"""One rank of a model as a model of its own: fewer heads, narrower MLPs, a smaller vocabulary; or fewer layers.
+
+A rank alone has nobody to sum up with. Where it is measured, it takes its own share for everybody's: the mega-task by
+the hand-offs that it has for the others (rocmega.parallel.Loopback), other paths by weights that are as many times as
+large.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
+from rocmega.checkpoint.tiles import scaled
 from rocmega.errors import RequestError
 from rocmega.models.glm.config import GlmConfig
 from rocmega.packing.plan import divide
+
+if TYPE_CHECKING:
+    from rocmega.models.glm.weights import GlmWeights
 
 _SHARED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 
@@ -28,3 +38,18 @@ def first_layers(config: GlmConfig, layers: int) -> GlmConfig:
         dense_layers=config.dense_layers[:layers],
         full_index=config.full_index[:layers],
     )
+
+
+def alone(weights: GlmWeights) -> GlmWeights:
+    """One rank's weights as those of a model of its own, whose layers add this rank's share once for every rank.
+
+    Shares the memory of all but what depends on it. Raises RequestError for MXFP4 and a number of ranks that is no
+    power of two.
+    """
+    if weights.tp == 1:
+        return weights
+    layers = [
+        {**layer, **{name: scaled(layer[name], weights.tp) for name in ("o", "down")}}  # type: ignore[arg-type]
+        for layer in weights.layers
+    ]
+    return dataclasses.replace(weights, layers=layers, tp=1, rank=0)

@@ -26,9 +26,11 @@ widened to FNUZ: there it becomes +0 (`without_negative_zero`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from rocmega.errors import RequestError
 
 TILE_ROWS = 16
 TILE_BYTES = 1024
@@ -320,6 +322,21 @@ class PackedMatrix:
         """The same matrices on another device."""
         scales = None if self.scales is None else self.scales.to(device)
         return PackedMatrix(self.format, self.n, self.k, self.tiles.to(device), scales, self.count)
+
+
+def scaled(matrix: PackedMatrix, factor: int) -> PackedMatrix:
+    """The matrix times a factor, exactly where that is a power of two. Formats with scales share the tiles.
+
+    Raises RequestError for mxfp4, whose scales are powers of two, and another factor.
+    """
+    if matrix.scales is None:
+        values = matrix.tiles.view(dtype_of(matrix.format)) * factor
+        return replace(matrix, tiles=values.view(torch.uint8))
+    if matrix.format != "mxfp4":
+        return replace(matrix, scales=matrix.scales * factor)
+    if factor & (factor - 1):
+        raise RequestError(f"MXFP4 weights cannot be made {factor} times as large: their scales are powers of two.")
+    return replace(matrix, scales=matrix.scales + (factor.bit_length() - 1))
 
 
 def _part(row: int, rows: int, unit: int) -> slice:

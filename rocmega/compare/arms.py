@@ -43,6 +43,7 @@ class Arm:
     prepare: whatever it raises is the reason why the arm has no latency.
     standard: it is an opponent of the mega-task.
     on_cpu: it is measured on the CPU target too, if nobody chose arms: others mean nothing there, or take minutes.
+    of_ranks: it is something else than another arm only where ranks share the model.
     tokens: that a step gives each row.
     """
 
@@ -50,6 +51,7 @@ class Arm:
     prepare: Callable[[Subject, StepBatch], Step]
     standard: bool = True
     on_cpu: bool = False
+    of_ranks: bool = False
     tokens: int = 1
 
 
@@ -111,8 +113,8 @@ class Captured:
 class MegaStep:
     """One launch."""
 
-    def __init__(self, path: Any, batch: StepBatch) -> None:
-        self.path, self.batch = path, batch
+    def __init__(self, path: Any, batch: StepBatch, vocab: int) -> None:
+        self.path, self.batch, self.vocab = path, batch, vocab
         path.place(batch, logits=False)
 
     def place(self, tokens: torch.Tensor) -> None:
@@ -123,7 +125,8 @@ class MegaStep:
         self.path.enqueue()
 
     def logits(self) -> torch.Tensor:
-        values = self.path.decode(self.batch).logits.clone()  # a store each, which timed steps do without
+        # A store each, which timed steps do without. Of all ranks' parts of the vocabulary, which are copies, one.
+        values = self.path.decode(self.batch).logits[:, : self.vocab].clone()
         self.path.place(self.batch, logits=False)
         return values
 
@@ -160,7 +163,14 @@ def _fused(subject: Subject, batch: StepBatch) -> Step:
 
 
 def _mega(subject: Subject, batch: StepBatch) -> Step:
-    return MegaStep(subject.mega(), batch)
+    return MegaStep(subject.mega(), batch, subject.model.config.vocab_size)
+
+
+def _mega_alone(subject: Subject, batch: StepBatch) -> Step:
+    """Without the hand-offs between ranks, as the other arms are: what those cost."""
+    if subject.options.tp == 1:
+        raise RequestError("one rank has no hand-offs between ranks: it is the mega arm.")
+    return MegaStep(subject.mega(alone=True), batch, subject.model.config.vocab_size)
 
 
 ARMS: dict[str, Arm] = {
@@ -169,4 +179,10 @@ ARMS: dict[str, Arm] = {
     "compiled": Arm("standard path, torch.compile and graph", _compiled),
     "fused": Arm("standard path, fused Triton kernels, graph", _fused),
     "mega": Arm("mega-task, one launch a token", _mega, standard=False, on_cpu=True),
+    "mega-alone": Arm("mega-task without the hand-offs between ranks", _mega_alone, standard=False, of_ranks=True),
 }
+
+
+def default_arms(on_cpu: bool, tp: int) -> tuple[str, ...]:
+    """The arms that are measured if nobody chose."""
+    return tuple(name for name, arm in ARMS.items() if (arm.on_cpu or not on_cpu) and (tp > 1 or not arm.of_ranks))

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--activations", default="auto", help="what big matrices meet: auto, bf16, fp8 or f32")
     add("--rows", type=_numbers, default=Options.rows, metavar="M,...", help="requests in a step; 1,4,8 by default")
     add("--contexts", type=_numbers, metavar="T,...", help="tokens in each request's cache")
-    add("--arms", type=_names, metavar="A,...", help="standard, graph, compiled, fused, mega; all by default")
+    add("--arms", type=_names, metavar="A,...", help="some of those in docs/performance.md; all by default")
     add("--steps", type=int, metavar="N", help="timed steps of an arm in a round")
     add("--rounds", type=int, default=Options.rounds, metavar="N", help="rounds, in alternating order; 3 by default")
     add("--device", default="auto", help="auto, host, hip or cuda")

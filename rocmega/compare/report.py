@@ -118,8 +118,9 @@ class Report:
         ]
         if about["tp"] > 1:
             out.append(
-                f"Rank {about['rank']} of {about['tp']} alone on one device (loopback): its part of heads, experts "
-                "and vocabulary. No reduction between ranks takes place, in any arm."
+                f"Rank {about['rank']} of {about['tp']} alone on one device (loopback): its part of heads, experts and "
+                "vocabulary. The mega arm sums up shares by its hand-offs between ranks, its own in everybody's place, "
+                "without links; the other arms have no reduction at all."
             )
         if self.on_cpu:
             out.append(CPU_NOTE)

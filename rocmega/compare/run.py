@@ -12,7 +12,7 @@ import torch
 from rocmega import launches
 from rocmega.compare import bandwidth
 from rocmega.compare.accuracy import Expected, Judge
-from rocmega.compare.arms import ARMS, Step
+from rocmega.compare.arms import ARMS, Step, default_arms
 from rocmega.compare.environment import cache_bytes, environment
 from rocmega.compare.options import Options
 from rocmega.compare.report import Apart, Report, Row
@@ -106,7 +106,7 @@ class _Entry:
 
 def _pair(subject: Subject, judge: Judge, count: int, context: int) -> list[Row]:
     on_cpu = subject.device.type == "cpu"
-    names = subject.options.arms or [name for name, arm in ARMS.items() if arm.on_cpu or not on_cpu]
+    names = subject.options.arms or default_arms(on_cpu, subject.options.tp)
     size = subject.step_bytes(count, context)
     entries = [_Entry(Row(name, count, context, size, subject.why_not(count, context))) for name in names]
     if entries[0].row.reason is None:

@@ -31,15 +31,22 @@ class Model:
     """A rank's part of a model, in memory.
 
     Fields:
-        family: its model_type. config: of the part, as a model of its own. weights: of the family.
+        family: its model_type. whole: the model's configuration. shard: the rank's weights.
+        config, weights: the part as a model of its own, in which its share stands for every rank's.
         fields: what was packed, for counting bytes. about: what these weights are, for people.
     """
 
     family: str
-    config: Any
-    weights: Any
+    whole: Any
+    shard: Any
     fields: list[Field]
     about: str
+    config: Any = field(init=False)
+    weights: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        module = registry.family_module(self.family, "shard")
+        self.config, self.weights = module.rank_config(self.whole, self.shard.tp), module.alone(self.shard)
 
 
 def load(options: Options, driver: Driver, progress: Progress = silent) -> Model:
@@ -69,11 +76,16 @@ def _random(fields: dict[str, Any], options: Options, driver: Driver, progress: 
     )
     plan = weights.plan(config, formats, tp=options.tp, arch=driver.arch, activations=options.activations)
     values = random_fields(
-        plan, config.num_hidden_layers, driver.device, rank=options.rank, seed=options.seed, progress=progress
+        plan,
+        config.num_hidden_layers,
+        driver.device,
+        rank=options.rank,
+        shares=options.tp,
+        seed=options.seed,
+        progress=progress,
     )
-    part = shard.rank_config(config, options.tp)
-    packed = weights.assemble(plan.formats, part, values)  # a model of its own, which knows of no other ranks
-    return Model(family, part, packed, list(plan.fields.values()), f"random weights, made there, seed {options.seed}")
+    packed = weights.assemble(plan.formats, config, values, options.tp, options.rank)
+    return Model(family, config, packed, list(plan.fields.values()), f"random weights, made there, seed {options.seed}")
 
 
 def _stored(directory: Path, options: Options, driver: Driver, progress: Progress) -> Model:
@@ -83,14 +95,12 @@ def _stored(directory: Path, options: Options, driver: Driver, progress: Progres
     folder = find(directory, tp, rank)
     source = folder or directory
     family, whole = str(registry.read_config(source)["model_type"]), registry.load_config(source)
-    shard, weights = registry.family_module(family, "shard"), registry.family_module(family, "weights")
+    weights = registry.family_module(family, "weights")
     if folder is not None:
         pack = open_pack(folder)
         pack.check_for(arch=driver.arch, tp=tp, rank=rank)
-        packed = weights.assemble(pack.formats, whole, pack.load(driver.device))
-        return Model(
-            family, shard.rank_config(whole, tp), packed, list(pack.fields.values()), f"the pack {folder.name}"
-        )
+        packed = weights.assemble(pack.formats, whole, pack.load(driver.device), tp, rank)
+        return Model(family, whole, packed, list(pack.fields.values()), f"weights of the pack {folder.name}")
     from rocmega.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(directory)
@@ -101,10 +111,7 @@ def _stored(directory: Path, options: Options, driver: Driver, progress: Progres
         progress("packing the weights", done, total)
 
     packed = weights.pack(checkpoint, whole, show, driver.device, rank=rank, **wanted)
-    packed = dataclasses.replace(packed, tp=1, rank=0)
-    return Model(
-        family, shard.rank_config(whole, tp), packed, list(plan.fields.values()), f"checkpoint {directory.name}"
-    )
+    return Model(family, whole, packed, list(plan.fields.values()), f"weights of the checkpoint {directory.name}")
 
 
 @dataclass
@@ -120,7 +127,7 @@ class Subject:
     model: Model
     contexts: tuple[int, ...]
     cache: PagedCache
-    _mega: Any = field(default=None, repr=False)
+    _megas: dict[bool, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, options: Options, progress: Progress = silent) -> Subject:
@@ -176,25 +183,29 @@ class Subject:
         path = self.module("fused").FusedPath
         return path(self.model.config, self.model.weights, self.cache, max_model_len=max_model_len)
 
-    def mega(self) -> Any:
-        """The mega-task. Raises RocmegaError if it cannot be built for this model or device."""
-        if self._mega is None:
-            self._mega = self._make_mega()
-        return self._mega
+    def mega(self, *, alone: bool = False) -> Any:
+        """The mega-task; alone: without hand-offs between ranks. Raises RocmegaError if it cannot be built here."""
+        if alone not in self._megas:
+            self._megas[alone] = self._make_mega(alone)
+        return self._megas[alone]
 
     def mega_with_timeline(self) -> Any:
         """A mega-task that stamps what its blocks do; the caller closes it."""
         return self._make_mega(timeline=True)
 
-    def _make_mega(self, **options: Any) -> Any:
+    def _make_mega(self, alone: bool = False, **options: Any) -> Any:
+        from rocmega.parallel import Loopback
+
+        tp, rank, model = self.options.tp, self.options.rank, self.model
         return self.module("mega").MegaPath(
-            self.model.config,
-            self.model.weights,
+            model.config if alone else model.whole,
+            model.weights if alone else model.shard,
             self.cache,
             self.driver,
             blocks=self.options.blocks,
             max_model_len=max(self.contexts),
             activations=self.activations,
+            group=None if alone or tp == 1 else Loopback(tp, rank),
             **options,
         )
 
@@ -229,8 +240,8 @@ class Subject:
 
     def close(self) -> None:
         """Gives the memory back."""
-        if self._mega is not None:
-            self._mega.close()
+        for mega in self._megas.values():
+            mega.close()
         self.cache.close()
 
     def _tokens(self, rows: int, draw: int = 0) -> torch.Tensor:

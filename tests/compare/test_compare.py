@@ -16,6 +16,7 @@ from rocmega.compare.show import plain
 from rocmega.compare.subject import Subject
 from rocmega.drivers.host import HostDriver
 from rocmega.errors import RequestError
+from rocmega.packing import pack_checkpoint
 
 SHARD = Options(
     tp=2,
@@ -151,6 +152,16 @@ def test_a_graph_on_a_cpu_is_a_reason():
     assert "no graphs" in report.rows[0].reason
 
 
+def test_without_the_hand_offs_between_ranks():
+    """The same sums, in another order of additions."""
+    options = dataclasses.replace(SHARD, rows=(1,), contexts=(20,))
+    [row] = measure(dataclasses.replace(options, arms=("mega-alone",))).rows
+    assert row.reason is None
+    assert row.launches[0] == 1
+    [row] = measure(Options(layers=1, rows=(1,), contexts=(9,), arms=("mega-alone",), device="host")).rows
+    assert "one rank" in row.reason
+
+
 def test_weights_that_a_cache_holds_are_refused(monkeypatch):
     monkeypatch.setattr(run, "cache_bytes", lambda driver: 10 << 20)
     with pytest.raises(RequestError, match="would not be read from memory"):
@@ -190,6 +201,14 @@ def test_a_checkpoint_on_disk(tiny_checkpoint):
     report = measure(Options(model=str(tiny_checkpoint()), rows=(1,), contexts=(30,), steps=1, rounds=1, device="host"))
     assert [row.reason for row in report.rows] == [None, None]
     assert "checkpoint" in report.labels()[0]
+
+
+def test_a_pack_of_a_rank(tiny_checkpoint, tmp_path):
+    pack_checkpoint(tiny_checkpoint(), tmp_path, arch="host", tp=2)
+    options = Options(str(tmp_path), 2, 1, True, rows=(1,), contexts=(30,), steps=1, rounds=1, device="host")
+    report = measure(options)
+    assert [row.reason for row in report.rows] == [None, None]
+    assert "pack" in report.labels()[0]
 
 
 def test_rounds_alternate():

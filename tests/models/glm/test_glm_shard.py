@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rocmega.checkpoint.tiles import PackedMatrix, unpack_tiles
+from rocmega.checkpoint.tiles import PackedMatrix, scaled, unpack_tiles
 from rocmega.errors import ConfigError, RequestError
 from rocmega.models.common.products import Products
 from rocmega.models.common.random_weights import _fill, random_fields
@@ -139,3 +139,32 @@ def test_only_float32_activations_are_not_rounded():
         assert not exact.rounded_head
         x = torch.randn(3, TINY.hidden_size)
         assert torch.equal(exact.round(x), x)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_alone_adds_its_share_for_everybody(format):
+    todo, made = fields_of(FORMATS[format], tp=2)
+    rank = assemble(todo.formats, TINY, made, 2, 1)
+    own = shard.alone(rank)
+    assert (own.tp, own.rank) == (1, 0)
+    assert shard.alone(own) is own
+    for mine, layer in zip(own.layers, rank.layers, strict=True):
+        for name, value in layer.items():
+            if name in ("o", "down"):
+                assert torch.equal(mine[name].dequantize(), 2 * value.dequantize())
+            else:
+                assert mine[name] is value
+
+
+def test_mxfp4_has_no_scales_for_three_ranks():
+    with pytest.raises(RequestError, match="powers of two"):
+        scaled(PackedMatrix.empty("mxfp4", (16, 128)), 3)
+
+
+def test_equal_shares_are_as_large_together_as_one():
+    todo = plan(TINY, FORMATS["bf16"], tp=2)
+    one, four = (random_fields(todo, TINY.num_hidden_layers, shares=shares) for shares in (1, 4))
+    for name in todo.fields:
+        if isinstance(one[name], PackedMatrix):
+            ratio = one[name].dequantize().std() / four[name].dequantize().std()
+            assert ratio == pytest.approx(4 if name.endswith((".o", ".down")) else 1, rel=1e-2)
