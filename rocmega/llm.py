@@ -46,7 +46,9 @@ class LLM:
     many requests run at once, at most 16; others wait. max_model_len: the longest context, prompt and answer
     together; None is what the checkpoint allows, at most 4096. cache_pages: pages of 64 tokens of the cache; None is
     enough for max_rows requests of max_model_len. prefill_chunk: how many tokens of a prompt one step caches, and the
-    grain in which prompts share their beginning. blocks: blocks of the mega-task; None is one per compute unit (a few
+    grain in which prompts share their beginning. draft_tokens: how many tokens may be guessed ahead for each request
+    in each step, by what followed the same tokens before, and checked in rows to spare; the answer stays the same.
+    blocks: blocks of the mega-task; None is one per compute unit (a few
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
     activations: how exact they are when they meet big matrices: "bf16"; "fp8", quantized per group where the weights
     are FP8 or MXFP4; "f32", not rounded at all, to compare with (from a checkpoint, not a pack); "auto" is f32 for
@@ -68,6 +70,7 @@ class LLM:
         max_model_len: int | None = None,
         cache_pages: int | None = None,
         prefill_chunk: int | None = None,
+        draft_tokens: int = 0,
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",
@@ -107,7 +110,9 @@ class LLM:
         self._tokenizer = find(self._runner.directory)
         chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
         try:
-            self._engine = Engine(self._runner, path=path, prefill_chunk=chunk, tokenizer=self._tokenizer)
+            self._engine = Engine(
+                self._runner, path=path, prefill_chunk=chunk, draft_tokens=draft_tokens, tokenizer=self._tokenizer
+            )
         except RequestError:
             self._runner.close()
             raise
@@ -154,10 +159,8 @@ class LLM:
             for number, request in enumerate(requests):
                 request.observer = lambda token, logits, number=number: observer(number, token, logits)
         total = sum(request.sampling.max_tokens for request in requests)
-        done = 0
-        for changed in self._run(requests):
-            done += len(changed)
-            self._progress("decoding", done, total)
+        for _ in self._run(requests):
+            self._progress("decoding", sum(len(request.token_ids) for request in requests), total)
         return [request.output() for request in requests]
 
     def stream(self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None) -> Iterator[RequestOutput]:
@@ -187,7 +190,8 @@ class LLM:
         """Counts since the model was loaded.
 
         prompt_tokens, of which reused_tokens were in the cache; generated_tokens; steps and tokens per path;
-        mega_coverage (the share of tokens that the mega-task produced, None before the first); fallback_reasons
+        mega_coverage (the share of tokens that the mega-task produced, None before the first); drafted_tokens that were
+        guessed and accepted_tokens among them; fallback_reasons
         (reason -> steps); finished (how -> requests); preemptions; prefill_seconds and decode_seconds; requests running
         and waiting, and the cache's pages, as they are now.
         """
@@ -201,6 +205,8 @@ class LLM:
             "steps": {path: counts.steps[path] for path in ("mega", "standard")},
             "tokens": tokens,
             "mega_coverage": tokens["mega"] / generated if generated else None,
+            "drafted_tokens": counts.drafted,
+            "accepted_tokens": counts.accepted,
             "fallback_reasons": dict(counts.reasons),
             "finished": dict(counts.finished),
             "preemptions": counts.preemptions,

@@ -45,6 +45,7 @@ class RequestOutput:
         prompt: None if it was given as token ids.
         num_cached_tokens: tokens of the prompt that another request's cache pages served.
         mega_coverage: the share of the answer's tokens that the mega-task produced; None before the first.
+        num_draft_tokens, num_accepted_tokens: tokens that were guessed ahead, and how many of them were right.
     """
 
     request_id: str
@@ -54,3 +55,5 @@ class RequestOutput:
     finished: bool = True
     num_cached_tokens: int = 0
     mega_coverage: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -19,7 +19,7 @@ MEGA_FORMATS = frozenset(
 )
 MEGA_TARGETS = frozenset({"host", "gfx942", "gfx950", "sm_90"})
 MEGA_ROWS = 16  # the free axis of a matrix tile
-MEGA_FEATURES = frozenset({"greedy", "logits", "sampling"})
+MEGA_FEATURES = frozenset({"greedy", "logits", "sampling", "drafts"})
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ This is the layer under `LLM`: it owns weights, cache and device, and knows noth
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,12 +176,16 @@ class Runner:
     ) -> Step:
         """Runs one token of each row and gives the next one of each.
 
-        path: "auto", "mega" or "standard". choices: how each row's token is chosen; None is the largest logit. Raises
-        RequestError if "mega" was asked for and cannot be, with all reasons.
+        Several rows of one sequence, one after the other, are its successive tokens. path: "auto", "mega" or
+        "standard". choices: how each row's token is chosen; None is the largest logit. Raises RequestError if "mega"
+        was asked for and cannot be, with all reasons.
         """
         choices = choices or [None] * len(rows)
         features = {"sampling" if any(choices) else "greedy"} | ({"logits"} if logits else set())
-        decision = self.decide([sequence for sequence, _ in rows], path, frozenset(features))
+        sequences = [sequence for sequence, _ in rows]
+        if len({sequence.number for sequence in sequences}) < len(rows):
+            features.add("drafts")
+        decision = self.decide(sequences, path, frozenset(features))
         batch = self._batch(rows)
         if decision.path == "mega":
             result = self._mega.decode(batch, logits=logits, choices=choices)
@@ -201,7 +206,7 @@ class Runner:
         """The path of the next step of these rows."""
         if path == "standard":
             return Decision("standard")
-        context = max(sequence.length for sequence in sequences) + 1
+        context = max(_positions(sequences)) + 1
         shape = self._shape(len(sequences), context, features)
         decision = choose(replace(shape, measured=self._measured) if path == "auto" else shape)
         if path == "mega" and decision.reasons:
@@ -348,11 +353,12 @@ class Runner:
 
         from rocmega.step import StepBatch
 
-        for sequence, _ in rows:
-            self.cache.grow(sequence.number, sequence.length + 1)
+        positions = _positions([sequence for sequence, _ in rows])
+        for (sequence, _), position in zip(rows, positions, strict=True):
+            self.cache.grow(sequence.number, position + 1)
         batch = StepBatch(
             tokens=torch.tensor([token for _, token in rows], dtype=torch.int32),
-            positions=torch.tensor([sequence.length for sequence, _ in rows], dtype=torch.int32),
+            positions=torch.tensor(positions, dtype=torch.int32),
             block_table=self._block_table([sequence for sequence, _ in rows]),
         )
         batch.check(
@@ -368,6 +374,16 @@ class Runner:
 
         width = -(-self.max_model_len // PAGE)
         return self.cache.block_table([sequence.number for sequence in sequences], width)
+
+
+def _positions(sequences: Sequence[CachedSequence]) -> list[int]:
+    """Where each row's token goes: after what is cached, and after the sequence's rows before it."""
+    taken = Counter[int]()
+    out = []
+    for sequence in sequences:
+        out.append(sequence.length + taken[sequence.number])
+        taken[sequence.number] += 1
+    return out
 
 
 def _choose(logits: torch.Tensor, choices: Sequence[Choice | None]) -> list[int]:

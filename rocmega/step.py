@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The rows of one decode step: different requests, each at its own position.
+    """The rows of one decode step: different requests, each at its own position, or successive tokens of one.
 
     Fields:
         tokens: int32 [rows], the tokens to run.
@@ -29,6 +29,25 @@ class StepBatch:
     def rows(self) -> int:
         """How many rows the step has."""
         return self.tokens.shape[0]
+
+    def first_written(self) -> torch.Tensor:
+        """The lowest position that the step writes of each row's sequence, int32 [rows].
+
+        A row's own position, unless the row before it is the token before it: then that row's. They are of one sequence
+        if they share the page that the row before writes to, since nobody else has that one.
+        """
+        import torch
+
+        from rocmega.cache import PAGE
+
+        positions = self.positions.tolist()
+        first = list(positions)
+        for row in range(1, self.rows):
+            page = positions[row - 1] // PAGE
+            same = bool(self.block_table[row, page] == self.block_table[row - 1, page])
+            if same and positions[row] == positions[row - 1] + 1:
+                first[row] = first[row - 1]
+        return torch.tensor(first, dtype=torch.int32)
 
     def check(
         self, *, vocab: int, cache_pages: int, max_rows: int | None = None, max_model_len: int | None = None

@@ -3,7 +3,7 @@
 // attend: a task is SPLIT positions of one row, all heads.
 //   in   latent_query [row][head][LATENT] and query [row][head][NOPE + ROPE] (its rotated part) as tagged pairs; the selection
 //        of the row after its flag (rows not longer than the selection: simply all positions); cache entries, the newest of
-//        them after its flag
+//        them after their flags
 //   out  per head the maximum and sum of the softmax over these positions and the sum of p * latent, plain stores + release,
 //        flag [row][split]
 // merge: a task is one head of one row.
@@ -51,8 +51,9 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   const void* cache;  // [pages][PAGE][WIDTH_K]
   Pages pages;
   Selected selected;
-  const Pair *cache_flags, *selection_flags;  // [rows]
-  u32 selection_tag;                          // of the layer whose selection this is
+  Written written;
+  const Pair* selection_flags;  // [rows]
+  u32 selection_tag;            // of the layer whose selection this is
   Partials partials;
 
   DEVICE bool run(Step& s, u32 stage, u32 tag) const {
@@ -85,19 +86,20 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
     int left = (int)selected.count(at.row) - at.part * SPLIT;
     return left < SPLIT ? left : SPLIT;
   }
-  // The step's own entry is the last position, so only the last split can have it.
+  // What the step writes are the last positions, so only the last splits can have them.
   DEVICE bool wait_for_entries(Step& s, RowPart at, u32 tag) const {
     bool ok = true;
     if (thread_id() == 0) {
       if (selected.listed(at.row)) ok = s.wait_flag(selection_flags + at.row, selection_tag);
-      if (at.part == selected.splits(at.row) - 1) ok = ok && s.wait_flag(cache_flags + at.row, tag);
+      if ((at.part + 1) * SPLIT + written.count(at.row) > selected.count(at.row))
+        ok = ok && written.wait(s, at.row, tag);
     }
     return s.all_ok(ok);
   }
   DEVICE void load_entries(RowPart at, u32 tag) const {
     constexpr int UNITS = WIDTH_K / PER_16, TOTAL = SPLIT * UNITS, BATCH = 4;
     int count = entries(at), me = thread_id();
-    u32 position = load_constant(selected.positions + at.row);
+    u32 first = written.first_of(at.row);
     for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
       Vec4 v[BATCH];
       UNROLL for (int b = 0; b < BATCH; ++b) {
@@ -107,7 +109,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
         u32 j = at.part * SPLIT + entry;
         if (selected.listed(at.row)) j = load_plain(selected.selection + at.row * K + j, selection_tag);
         u64 byte = pages.slot(at.row, j) * WIDTH_K * F::ACT_BYTES + i % UNITS * 16;
-        v[b] = load_plain((const Vec4*)((const u8*)cache + byte), j == position ? tag : ANY_EPOCH);
+        v[b] = load_plain((const Vec4*)((const u8*)cache + byte), j >= first ? tag : ANY_EPOCH);
       }
       UNROLL for (int b = 0; b < BATCH; ++b) {
         int i = from + b * THREADS + me;

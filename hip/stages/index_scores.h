@@ -1,7 +1,7 @@
 // The indexer's scores of one row's cached positions, a page a task:
 //   score[j] = sum over heads h of weight[h] * relu(query[h] . key[j] * DIM^-0.5)
 // Only for rows whose context is longer than the selection: the others attend to everything.
-//   in   query [row][HEADS][DIM] and weights [row][HEADS] as tagged pairs; keys from the cache, the newest after its flag
+//   in   query [row][HEADS][DIM] and weights [row][HEADS] as tagged pairs; keys from the cache, the newest after their flags
 //   out  scores [row][position] f32, written through; flag [row][page]
 // Keys are the A operand, read from the cache as they lie, heads the free axis. Heads are added in order, so that the score
 // of a position is the same wherever it is computed.
@@ -20,8 +20,8 @@ template <class F, int HEADS, int DIM> struct IndexScores {
   const void* cache;        // [pages][PAGE][DIM]
   Pages pages;
   const u32* positions;
-  const Pair* cache_flags;  // [rows]
-  f32* scores;              // [rows][stride]
+  Written written;
+  f32* scores;  // [rows][stride]
   u64 stride;
   Pair* flags;      // [rows][max_pages]
   u32 longer_than;  // rows with more positions than this have scores
@@ -38,7 +38,7 @@ template <class F, int HEADS, int DIM> struct IndexScores {
       s.begin(stage, task, tag);
       RowPart at = find_part(task, s.rows, parts_of);
       u32 position = load_constant(positions + at.row);
-      if (!gather(s, at.row, at.part == (int)(position / PAGE), tag)) return false;
+      if (!gather(s, at.row, (u32)(at.part + 1) * PAGE > written.first_of(at.row), tag)) return false;
       s.input_is_there();
       acquire_device();
       for (int group = wave_id(); group < PAGE / 16; group += WAVES) dot_products(at, group, position, tag);
@@ -78,15 +78,17 @@ template <class F, int HEADS, int DIM> struct IndexScores {
       ok = ok && weights.take(s, row, [&](int) { return me; }, w);
       set_lds_value(WEIGHTS + me, value_of(w[0]));
     }
-    if (newest && me == 0) ok = ok && s.wait_flag(cache_flags + row, tag);
+    if (newest && me == 0) ok = ok && written.wait(s, row, tag);
     return s.all_ok(ok);
   }
   DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {
-    u64 first = pages.slot(at.row, at.part * PAGE + group * 16);
+    u64 slot = pages.slot(at.row, at.part * PAGE + group * 16);
+    u32 first = written.first_of(at.row);
     Frag keys[STEPS];
     UNROLL for (int step = 0; step < STEPS; ++step) UNROLL for (int p = 0; p < PIECES; ++p) {
-      u64 byte = ((first + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
-      bool newest = (u32)(at.part * PAGE + group * 16 + frag_row(p)) == position;
+      u64 byte = ((slot + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
+      u32 key = at.part * PAGE + group * 16 + frag_row(p);
+      bool newest = key >= first && key <= position;
       Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
       UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
     }

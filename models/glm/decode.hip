@@ -217,7 +217,7 @@ struct Decode {
         w->index_cache,
         pages,
         a->positions,
-        a->cache_flags,
+        written(),
         a->index_scores,
         score_stride(),
         a->score_flags,
@@ -255,6 +255,7 @@ struct Decode {
         });
   }
 
+  DEVICE Written written() const { return {a->first_written, a->positions, a->cache_flags}; }
   DEVICE Selected selected() const { return {a->positions, a->selection, INDEX_TOPK}; }
   DEVICE Partials partials() const { return {a->partial_out, a->partial_stat, a->partial_flags}; }
 
@@ -266,7 +267,7 @@ struct Decode {
                         w->latent_cache,
                         pages,
                         selected(),
-                        a->cache_flags,
+                        written(),
                         a->selection_flags,
                         attention_tag(selection_layer),
                         partials()};

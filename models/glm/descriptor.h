@@ -65,19 +65,22 @@ struct DecodeArgs {
   u32 version;  // DESCRIPTOR_VERSION
   u32 rows;     // 1 to ROWS
   u32 layer_begin,
-      layer_end;           // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
-  u32 layers;              // of the whole model
-  u32 epoch;               // tags of this step: epoch ... epoch + 2 * layers + 1; the next begins one later
-  u32 poll_limit;          // polls before a wait gives up
-  u32 max_pages;           // stride of block_table
-  u32 rank;                // of RANKS
-  const u32* tokens_in;    // [ROWS] the tokens to run
-  const u32* positions;    // [ROWS] their positions, which are also the number of cached tokens before them
-  const u32* block_table;  // [ROWS][max_pages] page numbers
-  const f32* rope;         // [positions][ROPE / 2][2] cos, sin
-  const void* embedding;   // ISLAND [VOCAB][H], row-major
-  const f32* final_norm;   // [H]
-  Matrix head;             // ISLAND [VOCAB][H]
+      layer_end;         // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
+  u32 layers;            // of the whole model
+  u32 epoch;             // tags of this step: epoch ... epoch + 2 * layers + 1; the next begins one later
+  u32 poll_limit;        // polls before a wait gives up
+  u32 max_pages;         // stride of block_table
+  u32 rank;              // of RANKS
+  const u32* tokens_in;  // [ROWS] the tokens to run
+  const u32* positions;  // [ROWS] their positions, which are also the number of cached tokens before them
+  // [ROWS] the lowest position that this step writes of the row's sequence: its own, unless the rows before it are the
+  // tokens before it.
+  const u32* first_written;
+  const u32* block_table;       // [ROWS][max_pages] page numbers
+  const f32* rope;              // [positions][ROPE / 2][2] cos, sin
+  const void* embedding;        // ISLAND [VOCAB][H], row-major
+  const f32* final_norm;        // [H]
+  Matrix head;                  // ISLAND [VOCAB][H]
   const LayerWeights* weights;  // [layers]
   // Hand-off regions. Two slots where the shape begins with [2]; decode.hip says why that is enough.
   Pair* x;                // [2][ROWS][H] residual stream

@@ -187,6 +187,7 @@ class MegaPath:
         rows, args = batch.rows, self._args
         self._tokens[:rows] = batch.tokens
         self._positions[:rows] = batch.positions
+        self._first_written[:rows] = batch.first_written()
         pages = min(batch.block_table.shape[1], self.max_pages)
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         args.rows = rows
@@ -329,6 +330,7 @@ class MegaPath:
         args, device, rows = self._args, self.driver.device, kernel.ROWS
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._first_written = torch.zeros(rows, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(rows, self.max_pages, dtype=torch.int32, device=device)
         args.version = self._header.constants["DESCRIPTOR_VERSION"]
         args.layers = self.config.num_hidden_layers
@@ -341,6 +343,7 @@ class MegaPath:
         args.adjustment_stride = self._choices.stride
         args.tokens_in = self._constant(self._tokens)
         args.positions = self._constant(self._positions)
+        args.first_written = self._constant(self._first_written)
         args.block_table = self._constant(self._block_table)
         args.rope = self._constant(rope_table(self.config, self.max_model_len, device))
         args.embedding = self._constant(self.weights.embedding)

@@ -22,6 +22,7 @@ def serve(
     max_rows: int = typer.Option(16, min=1, help="How many requests run together; others wait."),
     max_model_len: int | None = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
     cache_pages: int | None = typer.Option(None, min=1, help="Pages of 64 tokens; enough for all rows if not given."),
+    draft_tokens: int = typer.Option(0, min=0, help="Tokens to guess ahead for each request, in rows to spare."),
     max_waiting: int = typer.Option(256, min=1, help="How many requests may wait; more are told to come back (429)."),
     max_body: int = typer.Option(4 << 20, min=1, help="Bytes of a request's body."),
 ) -> None:
@@ -43,6 +44,7 @@ def serve(
             max_rows=max_rows,
             max_model_len=max_model_len,
             cache_pages=cache_pages,
+            draft_tokens=draft_tokens,
             progress=show,
         )
     with llm:

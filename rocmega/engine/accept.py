@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rocmega.engine.request import Request
@@ -44,12 +45,16 @@ class Acceptor:
         return request.sampling.logprobs is not None or request.observer is not None
 
     @staticmethod
-    def choice(request: Request) -> Choice | None:
-        """How the next token is chosen; None for the largest logit."""
-        from rocmega.sampling.choose import Choice
+    def choice(request: Request, drafts: Sequence[int] = ()) -> Choice | None:
+        """How the token after the answer so far, and some guesses, is chosen; None for the largest logit."""
+        from rocmega.sampling.choose import Choice, Uses
 
-        sampling = request.sampling
-        return None if sampling.plain else Choice(sampling, request.seed, len(request.token_ids), request.uses)
+        sampling, uses = request.sampling, request.uses
+        if sampling.plain:
+            return None
+        if uses is not None:  # a copy: what was used goes on while the choice stays
+            uses = Uses(uses.prompt, uses.answer + Counter(drafts))
+        return Choice(sampling, request.seed, len(request.token_ids) + len(drafts), uses)
 
     def accept(self, request: Request, token: int, logits: torch.Tensor | None) -> None:
         """The next token, and the model's logits behind it, f32 [vocab], if somebody wants to see them."""
@@ -61,6 +66,8 @@ class Acceptor:
         request.token_ids.append(token)
         if request.uses is not None:
             request.uses.answer[token] += 1
+        if request.lookup is not None:
+            request.lookup.extend([token])
         if request.text is not None:
             request.text.push(token)
         self._end(request, token)

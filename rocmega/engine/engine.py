@@ -16,12 +16,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocmega.cache import PAGE, pages_for
 from rocmega.engine.accept import Acceptor
+from rocmega.engine.drafts import PromptLookup
 from rocmega.engine.prefixes import ROOT, PrefixTree
 from rocmega.engine.request import Request, check
+from rocmega.engine.rows import Run, plan
 from rocmega.errors import BusyError, RequestError, RocmegaError
 
 if TYPE_CHECKING:
@@ -47,13 +49,18 @@ class PageUse:
 
 @dataclass
 class Counts:
-    """What has happened since the engine began; `steps` and `tokens` by path, `reasons` why a step fell back."""
+    """What has happened since the engine began; `steps` and `tokens` by path, `reasons` why a step fell back.
+
+    `drafted`: tokens that were guessed; `accepted`: guesses that were right.
+    """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -69,7 +76,8 @@ class Engine:
     """Runs requests over a runner's paged cache, up to `runner.max_rows` at once. Threads may share it.
 
     path: "auto", "mega" or "standard", as for `rocmega.LLM`. prefill_chunk: how many tokens of a prompt one step
-    caches, a multiple of the page's 64; also the grain in which prompts share their beginning. max_waiting: how many
+    caches, a multiple of the page's 64; also the grain in which prompts share their beginning. draft_tokens: how many
+    tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. max_waiting: how many
     requests may wait for a row. tokenizer: gives answers their text, and is needed for stop texts. seed: of requests
     that have none; None draws one.
     """
@@ -80,12 +88,18 @@ class Engine:
         *,
         path: str = "auto",
         prefill_chunk: int = PREFILL_CHUNK,
+        draft_tokens: int = 0,
         max_waiting: int = MAX_WAITING,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
     ) -> None:
         if prefill_chunk < PAGE or prefill_chunk % PAGE:
             raise RequestError(f"prefill_chunk={prefill_chunk}: a multiple of {PAGE} is needed, the page's tokens.")
+        if not 0 <= draft_tokens < runner.max_rows:
+            raise RequestError(
+                f"draft_tokens={draft_tokens}: a step of max_rows={runner.max_rows} has room for 0 to "
+                f"{runner.max_rows - 1} guesses."
+            )
         longest = pages_for(runner.max_model_len)
         if runner.cache.pages < longest:
             raise RequestError(
@@ -93,6 +107,7 @@ class Engine:
                 f"{runner.max_model_len} needs {longest}: give it more, or shorten max_model_len."
             )
         self.runner, self.path, self.prefill_chunk, self.max_waiting = runner, path, prefill_chunk, max_waiting
+        self.draft_tokens = draft_tokens
         self.counts = Counts()
         self._prefixes = PrefixTree(runner.cache.allocator, prefill_chunk)
         self._acceptor = Acceptor(runner, tokenizer, secrets.randbits(64) if seed is None else seed)
@@ -190,6 +205,9 @@ class Engine:
         number = next(self._numbers)
         request.request_id = request.request_id or str(number)
         self._acceptor.prepare(request, number)
+        if self.draft_tokens:
+            request.lookup = PromptLookup()
+            request.lookup.extend(request.prompt_token_ids)
         self.counts.prompt_tokens += len(request.prompt_token_ids)
 
     def _admit(self) -> None:
@@ -285,25 +303,44 @@ class Engine:
         self.runner.cache.grow(request.sequence.number, request.sequence.length + 1)
         return True
 
-    def _decode(self, rows: list[Request]) -> list[Request]:
+    def _decode(self, requests: list[Request]) -> list[Request]:
         start = time.perf_counter()
-        inputs: list[Any] = [(r.sequence, r.token(r.sequence.length)) for r in rows if r.sequence is not None]
-        wanted = any(map(self._acceptor.wants_logits, rows))
-        choices = [self._acceptor.choice(request) for request in rows]
+        runs = plan(requests, self.runner.max_rows, self.draft_tokens, self._room_to_follow)
+        begins = [run.sequence.length for run in runs]
+        inputs = [(run.sequence, token) for run in runs for token in run.tokens]
+        choices = [choice for run in runs for choice in run.choices(self._acceptor)]
+        wanted = any(map(self._acceptor.wants_logits, requests))
         result = self.runner.step(inputs, self.path, logits=wanted, choices=choices)
         path = result.decision.path
         self.counts.steps[path] += 1
         self.counts.reasons.update(result.decision.reasons)
-        changed = []
-        for row, request in enumerate(rows):
-            if request.sequence is None or request.sequence.length < request.length:
-                continue  # decoded again after a preemption: what comes next is known
-            logits = None if result.logits is None or not wanted else result.logits[row]
-            self._acceptor.accept(request, result.tokens[row], logits)
-            request.mega_tokens += path == "mega"
-            self.counts.tokens[path] += 1
-            changed.append(request)
-            if request.finished:
-                self._remove(request)
+        changed, row = [], 0
+        for run, begin in zip(runs, begins, strict=True):
+            rows = slice(row, row := row + len(run.tokens))
+            logits = None if result.logits is None or not wanted else result.logits[rows]
+            new = run.settle(self._acceptor, begin, result.tokens[rows], logits)
+            if new:
+                self._count(run, path, new)
+                changed.append(run.request)
         self.counts.decode_seconds += time.perf_counter() - start
         return changed
+
+    def _room_to_follow(self, request: Request, count: int) -> int:
+        """Pages for tokens that may turn out wrong: only such that are free."""
+        sequence, cache = request.sequence, self.runner.cache
+        assert sequence is not None
+        held = len(self._pages_of(request)) + cache.allocator.available
+        count = min(count, held * PAGE - sequence.length - 1)
+        cache.grow(sequence.number, sequence.length + 1 + count)
+        return count
+
+    def _count(self, run: Run, path: str, new: int) -> None:
+        request = run.request
+        request.mega_tokens += new * (path == "mega")
+        request.drafted += len(run.drafts)
+        request.accepted += new - 1
+        self.counts.tokens[path] += new
+        self.counts.drafted += len(run.drafts)
+        self.counts.accepted += new - 1
+        if request.finished:
+            self._remove(request)

@@ -13,6 +13,7 @@ from rocmega.sampling import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from rocmega.engine.drafts import PromptLookup
     from rocmega.engine.text import AnswerText
     from rocmega.runner import CachedSequence, Runner
     from rocmega.sampling.choose import Uses
@@ -29,7 +30,8 @@ class Request:
     Fields the engine sets:
         token_ids: the answer. finish_reason, stop_reason: why it ended. error: what went wrong, if something did.
         mega_tokens: how many of the answer's tokens the mega-task produced. reused_tokens: of the prompt, those whose
-        cache entries were there already. preemptions: how often its pages were taken from it.
+        cache entries were there already. preemptions: how often its pages were taken from it. drafted, accepted: how
+        many tokens were guessed, and how many of them right.
     """
 
     prompt_token_ids: list[int]
@@ -48,12 +50,15 @@ class Request:
     mega_tokens: int = 0
     reused_tokens: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     # The engine's own.
     sequence: CachedSequence | None = None
     seed: int = 0
     uses: Uses | None = None
     text: AnswerText | None = None
+    lookup: PromptLookup | None = None
     prefix: int = 0  # node of the prefix tree for what is cached of the prompt
 
     @property
@@ -104,6 +109,8 @@ class Request:
             self.finished,
             self.reused_tokens,
             coverage,
+            self.drafted,
+            self.accepted,
         )
 
 

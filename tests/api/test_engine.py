@@ -223,3 +223,32 @@ def test_logits_are_not_computed_for_nothing(llm, monkeypatch):
     llm.generate([1], SamplingParams(max_tokens=1))
     llm.generate([1], SamplingParams(max_tokens=1, logprobs=0))
     assert asked == [False, True]
+
+
+def test_guesses_change_nothing(tiny):
+    """Greedy and drawn, with penalties and log probabilities, alone and together: all bits."""
+    loop = [3, 1, 4, 1, 5, 9] * 5
+    samplings = [
+        SamplingParams(max_tokens=14, logit_bias=dict.fromkeys(loop, 60.0)),  # few tokens, so that guesses are right
+        SamplingParams(max_tokens=12, temperature=1.0, seed=4, logit_bias=dict.fromkeys([1, 3], 60.0), logprobs=1),
+        SamplingParams(max_tokens=9, temperature=0.8, top_p=0.8, seed=5, presence_penalty=0.5, logprobs=0),
+    ]
+    requests = [(loop, samplings[0]), ([1, 3] * 9, samplings[1]), (loop[2:], samplings[2])]
+    settings = {"path": "mega", "device": "host", "max_rows": 8, "max_model_len": 64}
+    with LLM(tiny, **settings) as llm:
+        plain = [output.outputs for prompt, sampling in requests for output in llm.generate(prompt, sampling)]
+    with LLM(tiny, **settings, draft_tokens=4) as llm:
+        prompts, samplings = zip(*requests, strict=True)
+        guessed = llm.generate(list(prompts), list(samplings))
+        metrics = llm.metrics()
+    assert [output.outputs for output in guessed] == plain
+    assert 0 < metrics["accepted_tokens"] < metrics["drafted_tokens"]
+    assert metrics["steps"]["mega"] < 14
+    assert metrics["mega_coverage"] == 1
+    assert sum(output.num_accepted_tokens for output in guessed) == metrics["accepted_tokens"]
+
+
+def test_impossible_numbers_of_guesses_are_refused(tiny):
+    for guesses in (-1, 2):
+        with pytest.raises(RequestError, match=f"draft_tokens={guesses}"):
+            LLM(tiny, path="standard", max_rows=2, max_model_len=64, draft_tokens=guesses)

@@ -15,9 +15,9 @@ VOCAB = 97
 SPEC = CacheSpec(latent_dim=1, index_dim=1, full_index=(False,), dtype=torch.float32)
 
 
-def next_token(tokens) -> int:
+def next_token(tokens, variety=VOCAB) -> int:
     """What this "model" says after some tokens."""
-    return hash(tuple(tokens)) % VOCAB  # of integers: the same in every process
+    return hash(tuple(tokens)) % variety  # of integers: the same in every process
 
 
 class Sequence:
@@ -36,8 +36,8 @@ class FakeRunner:
     vocab_size = VOCAB
     context_limit = 1 << 20
 
-    def __init__(self, max_rows=4, max_model_len=4 * PAGE, pages=12):
-        self.max_rows, self.max_model_len = max_rows, max_model_len
+    def __init__(self, max_rows=4, max_model_len=4 * PAGE, pages=12, variety=VOCAB):
+        self.max_rows, self.max_model_len, self.variety = max_rows, max_model_len, variety
         self.cache = PagedCache(SPEC, pages, TorchMemory())
         self.memory = [[-1] * PAGE for _ in range(pages)]
         self.numbers = itertools.count()
@@ -57,9 +57,10 @@ class FakeRunner:
         if not 1 <= len(rows) <= self.max_rows:
             raise RequestError(f"{len(rows)} rows")
         self.steps += 1
-        for sequence, token in rows:
+        tokens = []
+        for sequence, token in rows:  # successive rows of a sequence see those before them
             self._write(sequence, token)
-        tokens = [next_token(self._read(sequence)) for sequence, _ in rows]
+            tokens.append(next_token(self._read(sequence), self.variety))
         values = torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float() * 3 if logits else None
         return SimpleNamespace(decision=Decision("mega"), tokens=tokens, logits=values)
 
@@ -75,9 +76,9 @@ class FakeRunner:
         return list(itertools.chain.from_iterable(self.memory[page] for page in pages))[: sequence.length]
 
 
-def solo(prompt, count):
+def solo(prompt, count, variety=VOCAB):
     """The answer of a request that runs alone."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, variety))
     return tokens[len(prompt) :]

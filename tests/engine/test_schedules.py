@@ -35,9 +35,10 @@ def check_pages(engine: Engine) -> None:
 class Schedule:
     """One engine and its requests, driven by choices in 0 ... 2^32."""
 
-    def __init__(self, max_rows: int, pages: int) -> None:
-        self.runner = FakeRunner(max_rows, LONGEST, pages)
-        self.engine = Engine(self.runner, prefill_chunk=PAGE, seed=1)
+    def __init__(self, max_rows: int, pages: int, drafts: bool = False) -> None:
+        self.variety = 3 if drafts else VOCAB  # few different tokens: some guesses are right
+        self.runner = FakeRunner(max_rows, LONGEST, pages, self.variety)
+        self.engine = Engine(self.runner, prefill_chunk=PAGE, seed=1, draft_tokens=max_rows - 1 if drafts else 0)
         self.requests: list[Request] = []
 
     def act(self, choice: int) -> None:
@@ -57,7 +58,7 @@ class Schedule:
         length = 20 + choice // 12 % (40 if grows else 200)
         prompt = [(stem * 5 + at * at) % VOCAB for at in range(length)]
         prompt[-1] = choice % VOCAB
-        request = Request(prompt, SamplingParams(max_tokens=1 + choice // 1000 % (180 if grows else 30)))
+        request = Request(prompt, SamplingParams(max_tokens=1 + choice // 1000 % (140 if grows else 12)))
         self.requests.append(request)
         self.engine.add(request)
 
@@ -70,7 +71,7 @@ class Schedule:
         assert not self.engine.running
         assert not self.engine.waiting
         for request in self.requests:
-            expected = solo(request.prompt_token_ids, request.sampling.max_tokens)
+            expected = solo(request.prompt_token_ids, request.sampling.max_tokens, self.variety)
             if request.finish_reason == "abort":
                 assert request.token_ids == expected[: len(request.token_ids)]
             else:
@@ -82,24 +83,28 @@ class Schedule:
 
 def test_ten_thousand_random_schedules():
     generator = random.Random(1)
-    preempted = reused = aborted = 0
-    for _ in range(SCHEDULES):
-        schedule = Schedule(max_rows=generator.randint(1, 4), pages=generator.randint(4, 6))
-        for _ in range(generator.randint(1, 8)):
+    preempted = reused = aborted = accepted = wrong = 0
+    for number in range(SCHEDULES):
+        schedule = Schedule(max_rows=generator.randint(1, 4), pages=generator.randint(4, 6), drafts=number % 4 == 0)
+        for _ in range(generator.randint(1, 7)):
             schedule.act(generator.getrandbits(32))
         schedule.finish()
         preempted += schedule.engine.counts.preemptions
         reused += schedule.engine.counts.reused_tokens
         aborted += schedule.engine.counts.finished["abort"]
-    assert preempted > 300
+        accepted += schedule.engine.counts.accepted
+        wrong += schedule.engine.counts.drafted - schedule.engine.counts.accepted
+    assert preempted > 100
     assert reused > 100_000
     assert aborted > 500
+    assert accepted > 1000
+    assert wrong > 1000
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(4, 9), st.lists(st.integers(0, 2**32 - 1), max_size=15))
-def test_schedules_that_can_be_shrunk(max_rows, pages, choices):
-    schedule = Schedule(max_rows, pages)
+@given(st.integers(1, 4), st.integers(4, 9), st.booleans(), st.lists(st.integers(0, 2**32 - 1), max_size=15))
+def test_schedules_that_can_be_shrunk(max_rows, pages, drafts, choices):
+    schedule = Schedule(max_rows, pages, drafts)
     for choice in choices:
         schedule.act(choice)
     schedule.finish()
