@@ -10,12 +10,13 @@ through the standard path (prefill); that token and every generated one through 
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocmega.errors import RequestError
+from rocmega.errors import RequestError, RocmegaError
 from rocmega.outputs import CompletionOutput as CompletionOutput
 from rocmega.outputs import RequestOutput as RequestOutput
 from rocmega.progress import Progress, silent
@@ -109,11 +110,17 @@ class LLM:
         self._runner = load() if group is None else group.agree("load the model", load)
         self._tokenizer = find(self._runner.directory)
         chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
+        key = secrets.randbits(64)
         try:
             self._engine = Engine(
-                self._runner, path=path, prefill_chunk=chunk, draft_tokens=draft_tokens, tokenizer=self._tokenizer
+                self._runner,
+                path=path,
+                prefill_chunk=chunk,
+                draft_tokens=draft_tokens,
+                tokenizer=self._tokenizer,
+                seed=key if group is None else group.gather(key)[0],  # all ranks draw the same
             )
-        except RequestError:
+        except RocmegaError:
             self._runner.close()
             raise
         self._thread: EngineThread | None = None
