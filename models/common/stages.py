@@ -38,17 +38,6 @@ class PackedLayer:
             self._kept[field, index] = values
         return values
 
-    def wide(self, field: str) -> torch.Tensor:
-        """A float32 field's values, float32 whatever other matrices are dequantized to."""
-        kept = self._kept.get((field, None))
-        if kept is None:
-            packed = self.fields[field]
-            assert isinstance(packed, PackedMatrix)
-            kept = packed.dequantize()
-            if self.resident:
-                self._kept[field, None] = kept
-        return kept
-
     def linear(self, x: Input, field: str, index: int | None = None) -> torch.Tensor:
         """X [..., k] times a linear field's matrix [n, k], or its matrix `index`: float32 [..., n]."""
         packed = self.fields[field]

@@ -3,7 +3,9 @@
 Field names are those of `LayerStages`, after "layers.N.". Ranks share the heads of attention with their groups of the
 output projection, the intermediate dimension of every expert, the hidden dimension of Engram's keys and value, and the
 vocabulary of the head; low-rank projections, compressors, indexer, router, stream mixing, norms, sinks and the
-embedding are with every rank. Engram's tables stay in host memory, where the ranks of a machine may map one file.
+embedding are with every rank. Matrices that mix streams are not in tiles: they have 24 rows, which would fill one and a
+half, and the vector unit multiplies them (hip/stages/streams.h). Engram's tables stay in host memory, where the ranks
+of a machine may map one file.
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class _Builder(Builder):
         c = self.config
         self.prefix = self.source = f"layers.{layer}."
         for site, name in (("attention", "attn"), ("mlp", "ffn")):
-            self.matrix(f"{site}_mix", "f32", (c.mixes, c.hc_mult * c.hidden_size), f"hc_{name}_fn")
+            self.plain(f"{site}_mix", "f32", (c.mixes, c.hc_mult * c.hidden_size), f"hc_{name}_fn")
             self.vector(f"{site}_mix_base", c.mixes, f"hc_{name}_base")
             self.vector(f"{site}_mix_scale", 3, f"hc_{name}_scale")
             self.vector(f"{site}_norm", c.hidden_size, f"{name}_norm.weight")
@@ -289,7 +291,7 @@ class _Builder(Builder):
         self.vector("final_norm", c.hidden_size, "norm.weight")
         self.matrix("head", f.island, (c.vocab_size, c.hidden_size), "head.weight", cut=0)
         if not c.delayed:
-            self.matrix("end_mix", "f32", (c.hc_mult, c.hc_mult * c.hidden_size), "hc_head_fn")
+            self.plain("end_mix", "f32", (c.hc_mult, c.hc_mult * c.hidden_size), "hc_head_fn")
             self.vector("end_mix_base", c.hc_mult, "hc_head_base")
             self.vector("end_mix_scale", 1, "hc_head_scale")
         if c.engram is not None:

@@ -47,7 +47,7 @@ class LayerStages(PackedLayer):
     def site(self, name: str, streams: torch.Tensor) -> Site:
         """The mixing weights of a site, "attention" or "mlp", from streams [..., S, hidden]."""
         c, flat = self.config, streams.flatten(-2)
-        mixes = self.products.island(Normed(flat, inverse_rms(flat, c.rms_norm_eps)), self.wide(f"{name}_mix"))
+        mixes = self.products.island(Normed(flat, inverse_rms(flat, c.rms_norm_eps)), self.vector(f"{name}_mix"))
         scale, base = self.vector(f"{name}_mix_scale"), self.vector(f"{name}_mix_base")
         return site_weights(mixes, scale, base, c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps)
 

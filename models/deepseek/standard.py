@@ -152,7 +152,7 @@ class StandardPath:
         c = self.config
         if not c.delayed:
             end, flat = self._end, streams.flatten(-2)
-            mixes = self.products.island(Normed(flat, inverse_rms(flat, c.rms_norm_eps)), end.wide("end_mix"))
+            mixes = self.products.island(Normed(flat, inverse_rms(flat, c.rms_norm_eps)), end.vector("end_mix"))
             weights = stream_gates(mixes, end.vector("end_mix_scale"), end.vector("end_mix_base")) + c.hc_eps
         normed = deferred_rms_norm(collapse(streams, weights)[None], self.weights.final_norm, c.rms_norm_eps)
         head = self.weights.head.dequantize(self._head_dtype()) if self._head is None else self._head

@@ -21,13 +21,13 @@ READS = {"deepseek-v4-flash": (9.919, 1.292), "deepseek-v4.1-flash": (12.271, 0.
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", READS)
 def test_inspect_counts_what_a_token_reads(name, tp):
-    """Within 1%: ours has the mixing matrices' 24 rows padded to 32, float32 scales, norms and an embedding row."""
+    """Within 0.2%: ours has float32 scales, norms, and what a token looks up."""
     result = run(app, ["inspect", name, "--tp", str(tp), "--arch", "gfx950", "--context", "8192", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     shared, whole = READS[name]
     weights = report["bytes_read_per_token"]["1"] - sum(report["cache_reads_per_row"].values())
-    assert 0 < weights / 1e9 - (shared / tp + whole) < 0.01 * (shared / tp + whole)
+    assert 0 < weights / 1e9 - (shared / tp + whole) < 2e-3 * (shared / tp + whole)
     tables = 203e9 if name == "deepseek-v4.1-flash" else 0
     assert abs(report["host_bytes"] - tables) < 0.01 * tables + 1
 
