@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 
 from rocmega.checkpoint.quantize import quantize_fp8, quantize_mxfp4
 from rocmega.checkpoint.tiles import PackedMatrix, dtype_of, to_fnuz
-from rocmega.fused import index, residual, route
+from rocmega.fused import attend, index, residual, route
 from rocmega.fused.launch import launch
 from rocmega.models.common.formulas import route as route_formula
-from rocmega.models.glm.formulas import index_scores, select
+from rocmega.models.glm.formulas import attention, index_scores, select
 from rocmega.models.glm.fused import _packed, _shape
 
 ROUTED = {"TOPK": 3, "FACTOR": 2.5}
@@ -66,6 +66,32 @@ def test_routing_takes_the_formulas_experts_ties_included() -> None:
     wanted = torch.zeros(5, 24).scatter(1, experts, factors)
     assert torch.equal(weights != 0, wanted != 0)
     assert (weights - wanted).abs().max() < 1e-6
+
+
+def test_attention_in_splits() -> None:
+    """Two blocks to a split, the last split and block in part; what no row has seen is NaN."""
+    rows, heads, latent, rope, split, splits = 2, 3, 32, 16, 64, 3
+    positions = torch.tensor([149, 40], dtype=torch.int32)
+    random = torch.Generator().manual_seed(6)
+    query = 2 * torch.randn(rows, heads, latent + rope, generator=random)
+    pool = torch.full((rows * splits, 64, latent + rope), float("nan"))
+    table = torch.randperm(rows * splits, generator=random).view(rows, splits).to(torch.int32)
+    partial, stats = torch.full((rows, splits, heads, latent), float("nan")), torch.empty(rows, splits, heads, 2)
+    for row, position in enumerate(positions.tolist()):
+        at = torch.arange(position + 1)
+        pool[table[row, at // 64].long(), at % 64] = torch.randn(position + 1, latent + rope, generator=random)
+    out = torch.empty(rows, heads, latent)
+    sizes = {"HEADS": heads, "LATENT": latent, "TOPK": 256, "SELECTED": False, "SPLIT": split, "SPLITS": splits}
+    launch(
+        attend.attend, (rows, splits), query, pool, positions, table, positions, partial, stats, 0.2, splits,
+        ROPE=rope, PAGE=64, BLOCK=32, HEAD_ROWS=16, **sizes,
+    )  # fmt: skip
+    launch(attend.merge, (rows * heads, 2), partial, stats, positions, out, BLOCK=16, **sizes)
+    for row, position in enumerate(positions.tolist()):
+        entries = pool[table[row].long()].flatten(0, 1)[None, : position + 1]
+        allowed = torch.ones(1, 1, position + 1, dtype=torch.bool)
+        wanted = attention(query[row][None], entries, allowed, 0.2, latent)
+        assert (out[row] - wanted).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("ties", [True, False])
