@@ -1,4 +1,4 @@
-"""A decode step of GLM as an engine would run it: ten fused Triton kernels a layer, no host in between.
+"""A decode step of GLM as an engine would run it: eleven fused Triton kernels a layer, no host in between.
 
 The same packed weights, cache and mathematics as the standard path, which stays the reference; rounded at the same
 places. Every size is fixed by the rows and by `max_model_len`, so a step can be captured as a graph (rocmega/graph.py).
