@@ -47,7 +47,7 @@ $(VENV)/.demo-installed: $(INPUTS) | $(VENV)/.created
 
 $(VENV)/.test-installed: $(INPUTS) | $(VENV)/.created
 	@echo "installing rocmega, compilers and test tools into $(VENV) (a few minutes the first time)"
-	$(PIP) $(TORCH_INDEX) -e ".[demo,amd,cuda,test]"
+	$(PIP) $(TORCH_INDEX) -e ".[demo,amd,cuda,plot,test]"
 	@touch $(VENV)/.demo-installed $@
 
 # An environment whose Python has gone (an upgraded system, a half-made one) is made anew; nothing but an environment

@@ -34,7 +34,7 @@ def command(arguments: Sequence[str]) -> None:
     if request.json is not None:
         _write(report, None if on_stdout else request.json)
     if request.plot is not None:
-        plot(report, request.plot)
+        plot(report.to_json(), request.plot)
     if request.timeline is not None and report.timeline is not None:
         report.timeline.timeline.write(request.timeline, " ".join(report.labels()))
     if not on_stdout:

@@ -1,12 +1,16 @@
-"""ms per token against context, one line for each arm and one panel for each number of rows."""
+"""ms per token against context, one line for each arm and one panel for each number of rows.
+
+`python -m rocmega.compare.plot figures.json figures.svg` draws what `rocmega compare --json` wrote, wherever that was.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
-from rocmega.compare.arms import ARMS
-from rocmega.compare.report import Report
-from rocmega.errors import RequestError
+from rocmega.errors import RequestError, RocmegaError
 
 SUFFIXES = (".png", ".svg")
 
@@ -23,31 +27,58 @@ def check(file: Path) -> None:
         raise RequestError("--plot needs matplotlib: pip install 'rocmega[plot]', or leave it out.") from None
 
 
-def plot(report: Report, file: Path) -> None:
-    """Draws the report; the labels are part of the picture."""
+def plot(report: dict[str, Any], file: Path) -> None:
+    """Draws a report, as Report.to_json gives it; its labels are part of the picture."""
     from matplotlib.figure import Figure
 
-    counts = sorted({row.rows for row in report.rows})
+    counts = sorted({row["rows"] for row in report["rows"]})
+    arms = list(dict.fromkeys(row["arm"] for row in report["rows"]))
     figure = Figure(figsize=(4.2 * len(counts), 4.4), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
     for panel, count in zip(panels, counts, strict=True):
-        for number, (arm, about) in enumerate(ARMS.items()):
-            points = [(row.context, row.ms) for row in report.rows if (row.arm, row.rows) == (arm, count) and row.ms]
+        rows = [row for row in report["rows"] if row["rows"] == count]
+        for number, arm in enumerate(arms):
+            points = [row for row in rows if row["arm"] == arm and row["ms_per_token"] is not None]
             if points:
-                panel.plot(*zip(*sorted(points), strict=True), marker="o", label=about.title, color=f"C{number}")
-        limit = _limit(report, count)
-        if limit:
-            panel.plot(*zip(*limit, strict=True), linestyle=":", color="gray", label="bytes / measured bandwidth")
+                x, y = ([point[key] for point in points] for key in ("context", "ms_per_token"))
+                panel.plot(x, y, marker="o", label=points[0]["title"], color=f"C{number}")
+        _limit(panel, report, rows)
+        contexts = sorted({row["context"] for row in rows})
         panel.set(title=f"{count} row{'s' * (count > 1)}", xlabel="context, tokens", xscale="log", ylim=(0, None))
+        panel.set_xticks(contexts, labels=[f"{context:,}" for context in contexts])
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("ms per token of each row, median")
     panels[0].legend(fontsize="small")
-    figure.suptitle("\n".join([report.environment["device"], *report.labels()]), fontsize="small", wrap=True)
+    figure.suptitle("\n".join([report["environment"]["device"], *report["labels"]]), fontsize="small", wrap=True)
     figure.savefig(file)
 
 
-def _limit(report: Report, count: int) -> list[tuple[int, float]]:
-    if report.bandwidth is None:
-        return []
-    reads = {row.context: row.bytes for row in report.rows if row.rows == count and row.bytes}
-    return sorted((context, size / report.bandwidth.bytes_per_second * 1e3) for context, size in reads.items())
+def _limit(panel: Any, report: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """What reading the bytes alone would take."""
+    if report["bandwidth"] is None:
+        return
+    reads = {row["context"]: row["bytes_per_step"] for row in rows if row["bytes_per_step"]}
+    times = [reads[context] / report["bandwidth"]["bytes_per_second"] * 1e3 for context in sorted(reads)]
+    panel.plot(sorted(reads), times, linestyle=":", color="gray", label="bytes at the measured bandwidth")
+
+
+def main(arguments: list[str]) -> None:
+    """The command in this file's description."""
+    try:
+        if len(arguments) != 2:
+            raise RequestError("Give the file that `rocmega compare --json` wrote, and the picture's.")
+        source, file = map(Path, arguments)
+        check(file)
+        try:
+            report = json.loads(source.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RequestError(f"{source} cannot be read: {error}.") from None
+        plot(report, file)
+    except RocmegaError as error:
+        print(f"rocmega: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -266,9 +266,19 @@ def test_a_plot_that_could_not_be_drawn_is_refused_first(tmp_path):
 @pytest.mark.parametrize("suffix", plot.SUFFIXES)
 def test_plot(report, suffix, tmp_path):
     pytest.importorskip("matplotlib")
-    plot.check(tmp_path / f"a{suffix}")
-    plot.plot(report, tmp_path / f"a{suffix}")
-    assert (tmp_path / f"a{suffix}").stat().st_size > 1000
+    source, file = tmp_path / "figures.json", tmp_path / f"figures{suffix}"
+    source.write_text(json.dumps(report.to_json()))
+    plot.main([str(source), str(file)])
+    assert file.stat().st_size > 1000
+    if suffix == ".svg":
+        assert file.read_text().count("<!-- 1 row -->") == 1
+
+
+def test_a_plot_of_no_report(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path / "none.json"), str(tmp_path / "a.png")])
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_lines_are_as_wide_as_the_header(report):
