@@ -6,7 +6,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,10 +18,13 @@ from rocmega.models.glm.config import GlmConfig, from_dir
 from rocmega.models.glm.mega import MegaPath
 from rocmega.models.glm.presets import WRITABLE, write_checkpoint
 from rocmega.models.glm.weights import pack
+from rocmega.parallel.threads import ThreadRanks
 from rocmega.step import StepBatch
 
 if TYPE_CHECKING:
     from rocmega.check import Case, Subject
+
+T = TypeVar("T")
 
 # Which stage may store to which regions (descriptor.h). `error` is anybody's.
 WRITES = {
@@ -35,12 +38,13 @@ WRITES = {
     "attend": ["partial_out", "partial_stat", "partial_flags"],
     "merge": ["latent_out"],
     "value_up": ["attention_out"],
-    "output": ["x"],
+    "output": ["x", "parts"],
+    "reduce": ["x"],
     "router": ["router_scores"],
     "gate_up": ["middle"],
-    "down_sum": ["x"],
+    "down_sum": ["x", "parts"],
     "head": ["best", "logits"],
-    "sample": ["tokens_out"],
+    "sample": ["tokens_out", "candidates"],
 }
 
 
@@ -48,57 +52,81 @@ class GlmSubject:
     """Steps of up to three rows: longer than the selection, shorter, and at a page border. Contexts are noise.
 
     Cases of two rows take two steps, the second with one of them, so that it meets the leavings of another width.
+    Several ranks run in one launch, each with its part of the weights and a cache of its own.
     """
 
     blocks: Sequence[int] = (1, 2, 3, 4, 5, 7)
     rows: Sequence[int] = (1, 2, 3)
 
-    def __init__(self, preset: str, dtype: str) -> None:
+    def __init__(self, preset: str, dtype: str, ranks: int = 1) -> None:
+        self.name = f"{preset} ({dtype})" + f", {ranks} ranks" * (ranks > 1)
+        self.driver = HostDriver()
+        self.driver.writes = WRITES
+        self._ranks = ThreadRanks(ranks, self.driver) if ranks > 1 else None
+        if self._ranks:
+            self.blocks = tuple(blocks for blocks in self.blocks if blocks * ranks <= 8)
         with tempfile.TemporaryDirectory(prefix="rocmega-check-") as folder:
             directory = write_checkpoint(preset, Path(folder) / preset, dtype)
             self.config: GlmConfig = from_dir(directory)
-            self.weights = pack(Checkpoint(directory), self.config)
-        self.name = f"{preset} ({dtype})"
-        self.driver = HostDriver()
-        self.driver.writes = WRITES
+            self.weights = [pack(Checkpoint(directory), self.config, tp=ranks, rank=rank) for rank in range(ranks)]
         beyond = self.config.index_topk + PAGE
         self.positions = torch.tensor([beyond, 5, PAGE], dtype=torch.int32)
-        self._make_cache(torch.Generator().manual_seed(7))
+        self._make_caches(torch.Generator().manual_seed(7))
 
-    def _make_cache(self, random: torch.Generator) -> None:
+    def _make_caches(self, random: torch.Generator) -> None:
         counts = [int(position) // PAGE + 1 for position in self.positions]
         self.table = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
         scattered = torch.randperm(sum(counts), generator=random).to(torch.int32)
         for row, pages in enumerate(scattered.split(counts)):
             self.table[row, : len(pages)] = pages
         self.tokens = torch.randint(0, self.config.vocab_size, (2, len(counts)), generator=random).to(torch.int32)
-        self.cache = PagedCache(self.config.cache_spec(self.weights.formats.cache), len(scattered), self.driver)
-        self.noise = [torch.randn(pool.shape, generator=random).to(pool.dtype) for pool in self._pools]
+        spec = self.config.cache_spec(self.weights[0].formats.cache)
+        self.caches = [PagedCache(spec, len(scattered), self._driver(rank)) for rank in range(len(self.weights))]
+        self.noise = [torch.randn(pool.shape, generator=random).to(pool.dtype) for pool in self._pools(0)]
 
-    @property
-    def _pools(self) -> list[torch.Tensor]:
-        return [pool for pool in (*self.cache.latent, *self.cache.index) if pool is not None]
+    def _driver(self, rank: int) -> HostDriver:
+        return self._ranks.drivers[rank] if self._ranks else self.driver
+
+    def _pools(self, rank: int) -> list[torch.Tensor]:
+        cache = self.caches[rank]
+        return [pool for pool in (*cache.latent, *cache.index) if pool is not None]
+
+    def _on_each_rank(self, work: Callable[[int], T]) -> list[T]:
+        return self._ranks.run(work) if self._ranks else [work(0)]
 
     def run(self, case: Case) -> bytes:
-        """Logits, tokens and cache entries of all steps of the case."""
-        longest = int(self.positions.max()) + 2
-        path = MegaPath(self.config, self.weights, self.cache, self.driver, blocks=case.blocks, max_model_len=longest)
-        for pool, noise in zip(self._pools, self.noise, strict=True):
-            pool.copy_(noise)
+        """Logits, tokens and cache entries of all steps of the case, on all ranks."""
+        paths = self._on_each_rank(lambda rank: self._path(rank, case.blocks))
         try:
-            made = [self._step(path, 0, case.rows)]
-            if case.rows == 2:
-                made.append(self._step(path, 1, 1))
-            return b"".join(made)
+            return b"".join(self._on_each_rank(lambda rank: self._steps(paths[rank], rank, case.rows)))
         finally:
-            path.close()
+            self._on_each_rank(lambda rank: paths[rank].close())
 
-    def _step(self, path: MegaPath, number: int, rows: int) -> bytes:
+    def _path(self, rank: int, blocks: int) -> MegaPath:
+        return MegaPath(
+            self.config,
+            self.weights[rank],
+            self.caches[rank],
+            self._driver(rank),
+            blocks=blocks,
+            max_model_len=int(self.positions.max()) + 2,
+            group=self._ranks.members[rank] if self._ranks else None,
+        )
+
+    def _steps(self, path: MegaPath, rank: int, rows: int) -> bytes:
+        for pool, noise in zip(self._pools(rank), self.noise, strict=True):
+            pool.copy_(noise)
+        made = [self._step(path, rank, 0, rows)]
+        if rows == 2:
+            made.append(self._step(path, rank, 1, 1))
+        return b"".join(made)
+
+    def _step(self, path: MegaPath, rank: int, number: int, rows: int) -> bytes:
         positions, table = self.positions[:rows] + number, self.table[:rows]
         result = path.decode(StepBatch(self.tokens[number, :rows], positions, table))
         assert result.logits is not None
         pages = table.gather(1, positions[:, None].long() // PAGE)[:, 0].long()
-        entries = [pool[pages, positions.long() % PAGE] for pool in self._pools]
+        entries = [pool[pages, positions.long() % PAGE] for pool in self._pools(rank)]
         tensors = [result.logits, result.tokens, *entries]
         return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
@@ -107,6 +135,4 @@ def subject(preset: str, dtype: str, ranks: int) -> Callable[[], Subject]:
     """Makes the subject, in whatever process. Raises RequestError if the preset is none that can be made."""
     if preset not in WRITABLE:
         raise RequestError(f"the checker cannot make {preset!r}: choose one of {', '.join(WRITABLE)}.")
-    if ranks != 1:
-        raise RequestError("the checker runs one rank of this model.")
-    return functools.partial(GlmSubject, preset, dtype)
+    return functools.partial(GlmSubject, preset, dtype, ranks)

@@ -29,14 +29,15 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path / "normalize.py"
 
 
-def test_a_model_is_clean() -> None:
-    arguments = ["--model", "glm-5.2", "--preset", "tiny", "--seeds", str(SEEDS), "--jobs", "1", "--json"]
-    result = run(app, ["check", *arguments])
+@pytest.mark.parametrize(("ranks", "seeds"), [(1, SEEDS), (2, 6)])
+def test_a_model_is_clean(ranks: int, seeds: int) -> None:
+    arguments = ["--model", "glm-5.2", "--preset", "tiny", "--ranks", str(ranks), "--seeds", str(seeds)]
+    result = run(app, ["check", *arguments, "--jobs", "1", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["clean"]
     assert report["failure"] is None
-    assert sum(each["runs"] for each in report["runs"]) == SEEDS
+    assert sum(each["runs"] for each in report["runs"]) == seeds
     assert len({each["blocks"] for each in report["runs"]}) > 2
 
 

@@ -29,8 +29,8 @@ def function() -> Function:
     return HostDriver().load(compile(Unit("faults", SOURCE, {}, {}), "host")).function("faults", ("first", "second"))
 
 
-def run(driver: HostDriver, fault: int, *, blocks: int = 1, lost: int = 0x10) -> torch.Tensor:
-    with driver.shared("flags", 64) as flags, driver.shared("data", 4096) as data:
+def run(driver: HostDriver, fault: int, *, blocks: int = 1, lost: int = 0x10, peers: bool = False) -> torch.Tensor:
+    with driver.shared("flags", 64) as flags, driver.shared("data", 4096, peers=peers) as data:
         args = Args(fault, flags.address, data.address, lost)
         driver.launch(function(), ctypes.addressof(args), blocks, 256)
         return data.tensor.view(torch.int32).clone()
@@ -82,6 +82,11 @@ def test_reported(fault: int, message: str, check: bool) -> None:
 def test_reported_by_the_checker(fault: int, blocks: int, message: str) -> None:
     with pytest.raises(DriverError, match=message):
         run(HostDriver(1, True), fault, blocks=blocks)
+
+
+def test_memory_of_other_ranks_is_for_system_scope() -> None:
+    with pytest.raises(DriverError, match="stage first .* data, which other ranks write, with less than system scope"):
+        run(HostDriver(1, True), 9, peers=True)
 
 
 def test_not_reported() -> None:
