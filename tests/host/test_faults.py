@@ -85,7 +85,7 @@ def test_reported_by_the_checker(fault: int, blocks: int, message: str) -> None:
 
 
 def test_memory_of_other_ranks_is_for_system_scope() -> None:
-    with pytest.raises(DriverError, match="stage first .* data, which other ranks write, with less than system scope"):
+    with pytest.raises(DriverError, match=r"stage first .* data, which other ranks write, with less than system scope"):
         run(HostDriver(1, True), 9, peers=True)
 
 
