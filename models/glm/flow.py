@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.published import Formats
-from rocmega.models.glm.traffic import cache_reads
+from rocmega.models.glm.traffic import cache_reads, unread_fields
 from rocmega.packing.plan import Field
 from rocmega.packing.traffic import read_bytes
 
@@ -53,8 +53,10 @@ def stage_reads(
     """Bytes that each stage reads in a step, by the rules of rocmega.packing.traffic."""
     stage_of = {field: stage for stage, names in FIELDS.items() for field in names}
     reads: dict[str, float] = defaultdict(float)
+    unread = unread_fields(config, context)
     for field in fields:
-        reads[stage_of[field.name.rsplit(".", 1)[-1]]] += read_bytes(field, rows)
+        name = field.name.rsplit(".", 1)[-1]
+        reads[stage_of[name]] += 0 if name in unread else read_bytes(field, rows)
     cached = cache_reads(config, formats, context)
     reads["attend"] += rows * cached["selected latents"]
     reads["index_scores"] += rows * cached["index keys"]

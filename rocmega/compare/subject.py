@@ -14,7 +14,6 @@ from rocmega.cache import PAGE, PagedCache
 from rocmega.compare.options import Options
 from rocmega.drivers.select import pick
 from rocmega.errors import RequestError
-from rocmega.packing.traffic import read_bytes
 from rocmega.progress import Progress, silent
 from rocmega.step import StepBatch
 
@@ -229,8 +228,7 @@ class Subject:
 
     def step_bytes(self, rows: int, context: int) -> float:
         """Bytes that a step reads: rocmega.packing.traffic says what is counted."""
-        reads = self.module("traffic").cache_reads(self.model.config, self.model.weights.formats, context)
-        return sum(read_bytes(field, rows) for field in self.model.fields) + rows * sum(reads.values())
+        return sum(self.stage_reads(rows, context).values())
 
     def stage_reads(self, rows: int, context: int) -> dict[str, float]:
         """The same by stage of the mega-task."""

@@ -58,8 +58,10 @@ def test_the_mega_task_is_one_launch_and_the_standard_path_many(report):
 def test_bytes_are_those_of_the_rank_and_grow_with_rows_and_context(report):
     sizes = {(row.rows, row.context): row.bytes for row in report.rows}
     assert sizes[1, 20] < sizes[3, 20] < report.about["weight_bytes"]
-    # Cached latents of four layers, two of which have index keys of their own, all in bf16; at most 24 are selected.
-    assert sizes[1, 70] - sizes[1, 20] == 4 * 4 * 96 * 2 + 50 * sum([True, True, True, False]) * 64 * 2
+    # Latents of four layers in bf16, of which at most 24 are selected. Where something is left out, the three layers
+    # with an indexer read all keys, and the weights that score them.
+    latents, keys, scoring = 4 * 4 * 96 * 2, 3 * 70 * 64 * 2, 3 * (1024 * 128 + 16 * 256) * 2
+    assert sizes[1, 70] - sizes[1, 20] == latents + keys + scoring
 
 
 def test_what_a_figure_may_not_be_quoted_without_is_everywhere(report):

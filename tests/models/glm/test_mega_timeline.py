@@ -11,7 +11,8 @@ from rocmega import descriptor
 from rocmega.compare import Options
 from rocmega.compare.subject import Subject
 from rocmega.errors import RequestError
-from rocmega.models.glm import flow, kernel
+from rocmega.models.glm import flow, kernel, traffic
+from rocmega.packing.traffic import read_bytes
 from rocmega.timeline import Timeline
 from rocmega.toolchain import assembly
 from rocmega.toolchain.unit import hip_dir
@@ -85,7 +86,10 @@ def test_the_table_accounts_for_every_byte_and_task(subject, stamped):
     reads = subject.stage_reads(ROWS, CONTEXT)
     rows = timeline.stages(reads, 1e12)
     assert sum(row.tasks for row in rows) == len(timeline.tasks)
-    assert sum(row.bytes for row in rows if row.bytes is not None) == pytest.approx(subject.step_bytes(ROWS, CONTEXT))
+    counted = traffic.cache_reads(subject.model.config, subject.model.weights.formats, CONTEXT)
+    weights = sum(read_bytes(field, ROWS) for field in subject.model.fields)
+    assert sum(reads.values()) == pytest.approx(weights + ROWS * sum(counted.values()))
+    assert {row.stage: row.bytes for row in rows if row.bytes is not None} == reads
     assert all(row.bandwidth is None for row in rows)  # turns are no time
     assert 0 < sum(sum(row.share) for row in rows) <= 1
     assert "turns a task" in timeline.diagnosis(flow.PRODUCERS)
