@@ -13,8 +13,10 @@
 // Why two slots are enough. Shares of x(v) have slot v mod 2. Who pushes a share of x(v + 2), on whatever rank r, has all of
 // x(v + 1) there (each projection reads the whole row). Each of its values is a sum that waited for a share of every rank q; so all
 // shares of x(v + 1) of q have been pushed, each by a task that derives from all of x(v) on q. Hence every sum of x(v) on q has
-// been published, and nobody there reads the slot that the push overwrites. It is the same over the border of two launches: r
-// begins the next one after q has pushed all of its last shares; r can be one version ahead, never two.
+// been published, and nobody there reads the slot that the push overwrites.
+// Over the border of two launches: when r has its last sum, of x(n), all shares of x(n) have been pushed, so q has all sums of
+// x(n - 1); but q may still be at x(n). So the next launch has to begin with the other slot: a step has an even number of
+// versions. (With an odd one, processes that run at different speeds lost a share within some 30 steps.)
 // What one rank offers another once a step (the best token) has one slot: the next offer follows a whole step of the others.
 #pragma once
 #include "handoff/step.h"
