@@ -40,6 +40,20 @@ class Recording:
     def layers(self) -> list[LayerView]:
         return [LayerView(self, layer) for layer in range(self.config.num_hidden_layers)]
 
+    def same_choices(self, selections: list, routes: list) -> torch.Tensor:
+        """Which rows chose the same, bool [rows]. Of the other path: what its `select` and `route` gave."""
+        same = torch.ones(self.rows, dtype=torch.bool)
+        chosen, routed = iter(selections), iter(routes)
+        for view, layer in zip(self.layers(), self.stages(exact=False), strict=True):
+            if view.full_index:
+                positions, _ = next(chosen)
+            same &= ~view.long | (view.selection == positions[:, 0]).all(1)
+            if not layer.dense:
+                experts, _ = next(routed)
+                same &= (view.ranked_experts(layer)[0].sort(dim=1).values == experts).all(1)
+        assert not [*chosen, *routed]
+        return same
+
     def stages(self, *, exact: bool) -> list[LayerStages]:
         """The layers' formulas; exact: in float32 without any rounding of activations."""
         layers = self.bench.standard.layers

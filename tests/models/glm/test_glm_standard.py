@@ -30,12 +30,20 @@ def test_dequantized_checkpoint_equals_transformers(dtype, model, reference, pro
     assert (rows - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("dtype", "activations", "bound"),
+    [*((dtype, "bf16", 2e-2) for dtype in ("bf16", "fp8", "mxfp4")), ("fp8", "fp8", 0.2), ("mxfp4", "fp8", 0.2)],
+)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rounded_logits_are_near_float32(name, dtype, model, prompt, monkeypatch):
-    """Within 2e-2 of the float32 twin on the twin's choices.
+def test_rounded_logits_are_near_float32(name, dtype, activations, bound, model, prompt, monkeypatch):
+    """On the choices of the float32 twin, which is transformers' model (above).
 
     Random weights make positions and experts nearly tie, and a flipped choice is another result, not a rounding error.
+
+    The bound for fp8: e4m3 rounds a number by 2.5 % in the mean square, and three products in a row, gate and up and
+    then down, by b = 4.3 %. Sixteen such branches of equal size make the residual stream; branch n adds its own b^2 and
+    the e^2 that its input was off already, of which the sum keeps one n-th: e^2 = b^2 (1 + 1/1 + ... + 1/16), 9e-2.
+    Twice that is the bound, for rows that have worse luck. Measured: 1e-1 in the mean, 1.6e-1 at most.
     """
     twin = model(name, dtype, dequantized=True)
     selections, routes = [], []
@@ -50,11 +58,15 @@ def test_rounded_logits_are_near_float32(name, dtype, model, prompt, monkeypatch
 
     monkeypatch.setattr(standard, "select", lambda *_: selections.pop(0))
     monkeypatch.setattr(stages, "route", chosen)
-    rows = model(name, dtype).follow("a", prompt, tokens)
+    subject = model(name, dtype)
+    subject.path = standard.StandardPath(subject.config, subject.weights, subject.cache, activations=activations)
+    rows = subject.follow("a", prompt, tokens)
     assert not selections
     assert not routes
     errors = (rows - expected).norm(dim=1) / expected.norm(dim=1)
-    assert errors.max() < 2e-2
+    assert errors.max() < bound
+    if activations == "fp8":
+        assert errors.min() > 2e-2  # they were rounded
 
 
 def _recording(function, calls):

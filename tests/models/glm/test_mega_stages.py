@@ -253,16 +253,7 @@ def test_the_whole_step_is_the_standard_paths(model, dtype, recording, monkeypat
         patch.setattr(standard, "select", recorded(formulas.select, selections))
         patch.setattr(stages, "route", recorded(formulas.route, routes))
         logits = subject.bench.standard_step().logits
-    agree = torch.ones(subject.rows, dtype=torch.bool)
-    for view, layer in zip(subject.layers(), subject.bench.standard.layers, strict=True):
-        if view.full_index:
-            positions, _ = selections.pop(0)
-        agree &= ~view.long | (view.selection == positions[:, 0]).all(1)
-        if not layer.dense:
-            experts, _ = routes.pop(0)
-            agree &= (view.ranked_experts(layer)[0].sort(dim=1).values == experts).all(1)
-    assert not selections
-    assert not routes
+    agree = subject.same_choices(selections, routes)
     if dtype == "f32":
         assert agree.all()
         torch.testing.assert_close(subject.outcome.logits, logits, atol=1e-4, rtol=0)
