@@ -112,6 +112,11 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     """The text of model_config.h, which decode.hip is compiled against."""
     activations = choose(formats, activations)
     shape = Shape.of(config, tp)
+    if unknown := sorted({formats.linear, formats.expert} - set(_FORMATS)):
+        raise ConfigError(
+            f"The mega-task has no instructions for matrices in {', '.join(unknown)}: scales of 32x32 blocks, as a "
+            "rank's part gets them where it begins inside a block of 128x128. Use the standard path, or fewer ranks."
+        )
     native = {"gfx942": "fp8_fnuz", "gfx950": "fp8", "sm_90": "fp8"}.get(target, formats.linear)
     if activations == "fp8" and formats.linear.startswith("fp8") and formats.linear != native:
         raise ConfigError(

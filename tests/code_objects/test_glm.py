@@ -86,6 +86,8 @@ def test_what_cannot_be_compiled_is_refused_first() -> None:
     glm = config.from_dict(presets.preset("glm-5.2"))
     with pytest.raises(ConfigError, match="Pack the checkpoint for gfx942"):
         kernel.unit(glm, Formats("fp8", "bf16"), "gfx942", activations="fp8")
+    with pytest.raises(ConfigError, match="no instructions for matrices in fp8_32: scales of 32x32 blocks"):
+        kernel.unit(glm, Formats("fp8_32", "bf16"), "gfx950", tp=2)
     with pytest.raises(ConfigError, match="dense layers"):
         kernel.unit(glm, Formats("bf16", "bf16", "mxfp4", "mxfp4"), "gfx950")
     with pytest.raises(ConfigError, match="num_attention_heads 64 is not divisible by 3 ranks"):
