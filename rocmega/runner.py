@@ -294,6 +294,11 @@ class Runner:
         from rocmega.parallel import local_rank
 
         self._torch_device = "cpu" if kind_for(device) == "host" else "cuda"
+        if self.tp > 1 and self._torch_device == "cuda":
+            import torch
+
+            self._torch_device = f"cuda:{local_rank()}"
+            torch.cuda.set_device(local_rank())  # for what takes the current one: NCCL, streams
         if path == "standard":
             return None
         try:

@@ -35,12 +35,28 @@ class SharedBuffer:
     the same memory; on the host they are two mappings of it, and kernels may touch theirs through accessors only.
     """
 
-    def __init__(self, name: str, address: int, tensor: torch.Tensor, release: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: int,
+        tensor: torch.Tensor | Callable[[], torch.Tensor],
+        release: Callable[[], None],
+        nbytes: int | None = None,
+    ) -> None:
         self.name = name
         self.address = address
-        self.tensor = tensor
-        self.nbytes = tensor.numel()
+        self.nbytes: int = tensor.numel() if nbytes is None else nbytes  # type: ignore[union-attr]
+        self._tensor = tensor
         self._release: Callable[[], None] | None = release
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory as bytes. Of another GPU's it is made when it is asked for: torch would begin to use that GPU."""
+        import torch
+
+        if not isinstance(self._tensor, torch.Tensor):
+            self._tensor = self._tensor()
+        return self._tensor
 
     def close(self) -> None:
         """Gives the memory back; the address is invalid afterwards. Closing twice is harmless."""

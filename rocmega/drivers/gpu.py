@@ -211,7 +211,7 @@ class GpuDriver(ABC):
             self._activate()
             release()
 
-        buffer = SharedBuffer(name, address, self._view(address, nbytes), closed)
+        buffer = SharedBuffer(name, address, lambda: self._view(address, nbytes), closed, nbytes)
         self._buffers[address] = buffer
         return buffer
 

@@ -13,6 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from rocmega.drivers import cuda as cuda_module
+from rocmega.drivers import hip as hip_module
+from rocmega.drivers.gpu import GpuDriver
 
 
 class Result(enum.IntEnum):
@@ -194,3 +199,31 @@ def cuda_arity() -> dict[str, int]:
     if not found:
         pytest.skip(f"cuda-bindings {importlib.metadata.version('cuda-bindings')} came without signatures")
     return found
+
+
+def host_view(address: int, nbytes: int) -> torch.Tensor:
+    """The stand-ins' device memory is the host's."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def open_driver(kind: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[GpuDriver, Any]:
+    """A driver over a stand-in, and the stand-in, with these attributes changed."""
+    fake: FakeLibrary
+    if kind == "hip":
+        module, fake = hip_module, FakeHip(hip_arity())
+    else:
+        module, fake = cuda_module, FakeCuda(cuda_arity())
+    for name, value in changes.items():
+        if name in getattr(fake, "attributes", {}):
+            fake.attributes[name] = value
+        elif name == "fail":
+            fake.fail.update(value)
+        else:
+            setattr(fake, name, value)
+    monkeypatch.setattr(module, "_check_torch", lambda: None)
+    monkeypatch.setattr(module, "_current", lambda: 1)
+    make = hip_module.HipDriver if kind == "hip" else cuda_module.CudaDriver
+    driver = make(bindings=fake)
+    monkeypatch.setattr(driver, "_view", host_view)
+    monkeypatch.setattr(driver, "_stream", lambda stream: 0 if stream is None else stream.cuda_stream)
+    return driver, fake

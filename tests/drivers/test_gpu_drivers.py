@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,41 +16,14 @@ from rocmega.drivers.gpu import DeviceMemory, GpuDriver
 from rocmega.drivers.select import kind_for, pick
 from rocmega.errors import DriverError
 from rocmega.toolchain import Artifact
-from tests.drivers.fakes import FakeCuda, FakeHip, FakeLibrary, Result, cuda_arity, hip_arity
+from tests.drivers.fakes import FakeCuda, FakeHip, FakeLibrary, Result, cuda_arity, hip_arity, open_driver
 
 LAUNCH = {"hip": "hipModuleLaunchCooperativeKernel", "cuda": "cuLaunchCooperativeKernel"}
-
-
-def host_view(address: int, nbytes: int) -> torch.Tensor:
-    """The stand-ins' device memory is the host's."""
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 @pytest.fixture(params=["hip", "cuda"])
 def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuDriver, Any]:
     return open_driver(request.param, monkeypatch)
-
-
-def open_driver(kind: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[GpuDriver, Any]:
-    fake: FakeLibrary
-    if kind == "hip":
-        module, fake = hip_module, FakeHip(hip_arity())
-    else:
-        module, fake = cuda_module, FakeCuda(cuda_arity())
-    for name, value in changes.items():
-        if name in getattr(fake, "attributes", {}):
-            fake.attributes[name] = value
-        elif name == "fail":
-            fake.fail.update(value)
-        else:
-            setattr(fake, name, value)
-    monkeypatch.setattr(module, "_check_torch", lambda: None)
-    monkeypatch.setattr(module, "_current", lambda: 1)
-    make = hip_module.HipDriver if kind == "hip" else cuda_module.CudaDriver
-    driver = make(bindings=fake)
-    monkeypatch.setattr(driver, "_view", host_view)
-    monkeypatch.setattr(driver, "_stream", lambda stream: 0 if stream is None else stream.cuda_stream)
-    return driver, fake
 
 
 def loaded(driver: GpuDriver, folder: Path) -> Any:
