@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/time.h>
+#include <time.h>
 
 #include "internal.h"
 
@@ -99,20 +100,26 @@ void on_fault(int, siginfo_t* info, void*) {
   give_up();
 }
 
-// Asked each second of processor time: has any thread been switched to? A spin that neither polls nor pauses never ends.
-constexpr int PATIENT_SECONDS = 3;
+// Asked each second of the process's time: has any thread been switched to while the launching one had so many of its own? A
+// spin that neither polls nor pauses never ends.
+constexpr double PATIENT_SECONDS = 2;
 pthread_t launching_thread;
 uint64_t switches_seen;
-int seconds_without;
+double seen_at;
+
+double own_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return t.tv_sec + t.tv_nsec * 1e-9;
+}
 
 void on_timer(int) {
   if (!pthread_equal(pthread_self(), launching_thread)) {
     pthread_kill(launching_thread, SIGVTALRM);
     return;
   }
-  seconds_without = result.switches == switches_seen ? seconds_without + 1 : 0;
-  switches_seen = result.switches;
-  if (seconds_without < PATIENT_SECONDS) return;
+  if (result.switches != switches_seen) switches_seen = result.switches, seen_at = own_seconds();
+  if (own_seconds() - seen_at < PATIENT_SECONDS) return;
   report("%s stage %s task %u runs on and on without looking at anything; missing: a load in its loop that reads anew",
          block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task);
   give_up();
@@ -122,7 +129,7 @@ struct Watchdog {
   struct sigaction was;
   explicit Watchdog(bool on) : on(on) {
     if (!on) return;
-    launching_thread = pthread_self(), switches_seen = 0, seconds_without = 0;
+    launching_thread = pthread_self(), switches_seen = 0, seen_at = own_seconds();
     struct sigaction act;
     memset(&act, 0, sizeof act);
     act.sa_handler = on_timer, act.sa_flags = SA_ONSTACK | SA_NODEFER | SA_RESTART;

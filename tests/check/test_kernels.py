@@ -15,7 +15,7 @@ from tests.check.kernels import KERNELS, MUTANTS, STAGES, subject
 
 SEEDS = 40  # of each correct kernel; `rocmega check` runs any number
 TRIES = 10  # seeds in which a bug has to be found
-SECONDS = 30.0
+SECONDS = 30.0  # of the processor, however busy it is with others
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -30,13 +30,13 @@ def test_no_false_alarm(kernel: str) -> None:
 @pytest.mark.parametrize(("kernel", "mutant"), MUTANTS, ids=[f"{k}: {bug}" for (k, _), (bug, _) in MUTANTS.items()])
 def test_bug_is_found_and_named(kernel: str, mutant: int) -> None:
     _, message = MUTANTS[kernel, mutant]
-    checked, start, found = subject(kernel, mutant), time.monotonic(), []
+    checked, start, found = subject(kernel, mutant), time.process_time(), []
     for case in itertools.islice(cases(checked), TRIES):
         got = run(checked, case, None)
         if isinstance(got, Failure):
             found.append(got)
             break
     assert found, "not found"
-    assert time.monotonic() - start < SECONDS
+    assert time.process_time() - start < SECONDS
     assert re.search(message, found[0].text), found[0].text
     assert found[0].stage in STAGES
