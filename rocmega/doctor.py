@@ -29,8 +29,8 @@ State = Literal["ok", "missing", "broken"]
 class Finding:
     """One thing that was looked for.
 
-    group: system, compilers, torch, devices or packages. detail: what was found, or why nothing was. cost: what the
-    user cannot do without it, and what to do; empty if nothing is missing. facts: the same for machines.
+    group: system, compilers, torch, devices, ranks or packages. detail: what was found, or why nothing was. cost: what
+    the user cannot do without it, and what to do; empty if nothing is missing. facts: the same for machines.
     """
 
     group: str
@@ -69,6 +69,7 @@ def collect() -> list[Finding]:
         ("compilers", _compilers),
         ("torch", _torch),
         ("devices", _devices),
+        ("ranks", _ranks),
         ("packages", _packages),
     )
     found = []
@@ -266,6 +267,26 @@ def _gpu(kind: str, index: int) -> Finding:
     finally:
         if driver is not None:
             driver.close()
+
+
+def _ranks() -> Iterator[Finding]:
+    """What would keep several processes from sharing a model."""
+    from rocmega.parallel import traps
+
+    found = [*traps.of_environment(os.environ, [(gpu.arch, gpu.compute_units) for gpu in kfd_gpus()])]
+    found += traps.of_shared_memory()
+    build = torch_build()
+    if build is not None and build.kind != "cpu":
+        import torch
+
+        if torch.cuda.device_count() > 1:
+            driver = _open(build.kind, 0)
+            try:
+                found.append(traps.of_handles(driver, 1))
+            finally:
+                driver.close()
+    for trap in found:
+        yield Finding("ranks", trap.name, "broken" if trap.cost else "ok", trap.detail, trap.cost)
 
 
 def _open(kind: str, index: int) -> GpuDriver:

@@ -95,6 +95,8 @@ class Runner:
         self._missing: tuple[str, ...] = ()
         self._numbers = itertools.count()
         self.driver = self._open_driver(device, path, seed)
+        if self.group is not None:
+            self._check_ranks(self.group)
         self.weights: Any = self._checkpoint_weights(activations) if packed is None else self._packed_weights(packed)
         self.activations: str = self._module("activations").choose(self.weights.formats, activations)
         self.cache = self._new_cache(cache_pages)
@@ -243,6 +245,12 @@ class Runner:
         self.cache.close()
         if self.driver is not None and hasattr(self.driver, "close"):
             self.driver.close()
+
+    def _check_ranks(self, group: Group) -> None:
+        from rocmega.parallel import traps
+
+        mine = group.agree("open its device", lambda: traps.account(self.driver))
+        traps.check_equal(group.gather(mine))
 
     def _checkpoint_weights(self, activations: str) -> Any:
         from rocmega.checkpoint import Checkpoint

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rocmega.errors import RequestError
 from rocmega.parallel.symmetric import SymmetricBuffer
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from rocmega.drivers.base import Driver
+
+
+T = TypeVar("T")
 
 
 class Loopback:
@@ -45,6 +49,14 @@ class Loopback:
     def poll_limit(self, driver: Driver) -> int | None:
         """As for one rank: nobody else can be late."""
         return None
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value as everybody's."""
+        return [value] * self.tp
+
+    def agree(self, what: str, work: Callable[[], T]) -> T:
+        """There is nobody to agree with."""
+        return work()
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -30,7 +30,14 @@ def wants_ranks() -> bool:
 
 
 def local_rank() -> int:
-    """The number of this rank among those of its machine, which is the number of its GPU."""
+    """The number of this rank among those of its machine, which is the number of its GPU.
+
+    0 where the launcher lets each rank see one GPU only.
+    """
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() == 1:
+        return 0
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 

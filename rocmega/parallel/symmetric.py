@@ -6,7 +6,8 @@ target memory of a file without a name. It is set up and taken down by all ranks
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rocmega.parallel.agreement import Agreement
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from rocmega.drivers.base import Driver, SharedBuffer
+
+
+T = TypeVar("T")
 
 
 class SymmetricBuffer:
@@ -69,6 +73,14 @@ class Group(Protocol):
 
     def poll_limit(self, driver: Driver) -> int | None:
         """How many polls a kernel's wait may take; None: as many as with one rank."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, which must be picklable."""
+        ...
+
+    def agree(self, what: str, work: Callable[[], T]) -> T:
+        """Does the work on every rank, or fails on every rank; see `Agreement`."""
         ...
 
     def barrier(self) -> None:

@@ -20,6 +20,7 @@ from rocmega import doctor
 from rocmega.doctor import Finding, KfdGpu, TorchBuild, collect, kfd_gpus, table, torch_build
 from rocmega.drivers.base import DeviceFacts
 from rocmega.errors import DriverError
+from rocmega.parallel import traps
 from rocmega.toolchain import Search, compilers
 
 
@@ -94,6 +95,9 @@ def gpu_build(monkeypatch: pytest.MonkeyPatch, kind: str, driver: Any) -> dict[s
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     monkeypatch.setattr(doctor, "_open", driver)
+    monkeypatch.setattr(
+        traps, "of_handles", lambda driver, other: traps.Trap("memory between processes", f"on {other}")
+    )
     return by_name(collect())
 
 
@@ -128,7 +132,8 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["GPU 1"].state == "broken"
     assert "IPC fails: hipIpcGetMemHandle failed" in found["GPU 1"].detail
     assert found["GPU 1"].cost
-    assert FakeDriver.closed == 2
+    assert found["memory between processes"].detail == "on 1"
+    assert FakeDriver.closed == 3
 
 
 def test_a_gpu_that_no_kernel_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
