@@ -47,7 +47,7 @@ def of_environment(environment: Mapping[str, str], gpus: Sequence[tuple[str, int
             "partitions",
             f"GPUs of {', '.join(map(str, small))} compute units are single XCDs of a partitioned GPU (CPX)",
             "each is a device with an eighth of the compute units and of the bandwidth: for the whole GPU as one rank, "
-            "set the partition to SPX (amd-smi set --compute-partition SPX)",
+            "set the partition to SPX (amd-smi set --gpu all --compute-partition SPX)",
         )
     masks = [name for name in VISIBLE if name in environment]
     if len(masks) > 1:
@@ -112,8 +112,8 @@ def _remedy(driver: str) -> str:
         "ranks cannot share a model. All need one user, one IPC and one PID namespace (docker: --ipc=host --pid=host)"
     )
     if driver == "hip":
-        legacy = os.environ.get(LEGACY_IPC)
-        cost += f", every GPU visible to every rank, and on newer ROCm {LEGACY_IPC}=1 (now {legacy or 'not set'})"
+        other = f"without {LEGACY_IPC}" if os.environ.get(LEGACY_IPC, "0") != "0" else f"with {LEGACY_IPC}=1"
+        cost += f", every GPU visible to every rank. Try once more {other}: ROCm has two kinds of handles"
     return cost
 
 
