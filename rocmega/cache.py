@@ -127,9 +127,11 @@ class PageTables:
     Fields:
         pages: how many there are.
         shares_prefixes: whether a request's pages are all that another needs to go on from them.
+        undoes: whether a request may go back to an earlier token and write anew what follows: guesses can be wrong.
     """
 
     shares_prefixes: ClassVar[bool] = True
+    undoes: ClassVar[bool] = True
 
     def __init__(self, pages: int):
         if pages < 1:

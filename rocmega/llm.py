@@ -53,7 +53,9 @@ class LLM:
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
     activations: how exact they are when they meet big matrices: "bf16"; "fp8", quantized per group where the weights
     are FP8 or MXFP4; "f32", not rounded at all, to compare with (from a checkpoint, not a pack); "auto" is f32 for
-    float32 checkpoints and bf16 for all others. timeline: the mega-task stamps what its blocks do, at some
+    float32 checkpoints and bf16 for all others. kv_cache_dtype: how the cache is stored, where a model leaves a choice:
+    DeepSeek's "f32", "bf16" or "published" (FP8 and FP4 records, to which it was trained); "auto" is as exact as the
+    activations. timeline: the mega-task stamps what its blocks do, at some
     cost, for `runner.timeline()`. progress: told about long work (rocmega.progress).
 
     Raises ConfigError, CheckpointError, ToolchainError, DriverError or RequestError, each with one paragraph for a
@@ -75,6 +77,7 @@ class LLM:
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",
+        kv_cache_dtype: str = "auto",
         timeline: bool = False,
         progress: Progress = silent,
     ) -> None:
@@ -102,6 +105,7 @@ class LLM:
                 blocks=blocks,
                 seed=seed,
                 activations=activations,
+                kv_cache_dtype=kv_cache_dtype,
                 timeline=timeline,
                 group=group,
                 progress=progress,

@@ -66,6 +66,7 @@ class Runner:
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",
+        kv_cache_dtype: str = "auto",
         timeline: bool = False,
         group: Group | None = None,
         progress: Progress = silent,
@@ -99,7 +100,7 @@ class Runner:
             self._check_ranks(self.group)
         self.weights: Any = self._checkpoint_weights(activations) if packed is None else self._packed_weights(packed)
         self.activations: str = self._module("activations").choose(self.weights.formats, activations)
-        self.cache = self._new_cache(cache_pages)
+        self.cache = self._new_cache(cache_pages, kv_cache_dtype)
         self.standard: Any = self._module("standard").StandardPath(
             self.config, self.weights, self.cache, activations=self.activations, **self._shared()
         )
@@ -317,12 +318,15 @@ class Runner:
             self._missing = (str(error),)
             return None
 
-    def _new_cache(self, pages: int | None) -> Any:
+    def _new_cache(self, pages: int | None, asked: str) -> Any:
         from rocmega.cache import PAGE, TorchMemory
 
         if pages is None:
             pages = self.max_rows * -(-self.max_model_len // PAGE)
-        spec = self.config.cache_spec(self.weights.formats.cache)
+        known = self._module("config").CACHE_FORMATS
+        if asked != "auto" and asked not in known:
+            raise RequestError(f"kv_cache_dtype={asked!r}: this model's cache knows {', '.join(('auto', *known))}.")
+        spec = self.config.cache_spec(self.weights.formats.cache if asked == "auto" else asked)
         return spec.open(pages, self.max_rows, self.driver or TorchMemory(self._torch_device))
 
     def _prepare_mega(self, may_fall_back: bool) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rocmega.drivers.base import SharedBuffer
     from rocmega.models.deepseek.config import DeepseekConfig
+    from rocmega.models.deepseek.records import Record
 
 
 def places(ratio: int) -> int:
@@ -39,11 +40,13 @@ class Pool:
         shape: of a page's or of a slot's values.
         dtype: of the values.
         paged: a page's; else a slot's.
+        record: how entries are stored, in which case the last of `shape` is a record's bytes; None: as values.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     paged: bool
+    record: Record | None = None
 
     def bytes(self) -> int:
         """Of one page or slot."""
@@ -58,12 +61,12 @@ class CacheSpec:
 
     Fields:
         config: whose.
-        dtype: of window, entries and index keys: float32 or bfloat16. Compressors' state is float32 always, as in the
-            published implementation: a softmax over tokens is still to come.
+        format: of window, entries and index keys: "f32", "bf16", or "published", see records.py. Compressors' state is
+            float32 always, as in the published implementation: a softmax over tokens is still to come.
     """
 
     config: DeepseekConfig
-    dtype: torch.dtype
+    format: str
 
     def pools(self) -> dict[str, Pool]:
         """Name -> pool: "window.3", "entries.3", "keys.3", "pending.3", "pending_keys.3", "recent"."""
@@ -71,13 +74,13 @@ class CacheSpec:
 
         c, out = self.config, {}
         for layer, kind in enumerate(c.compressed):
-            out[f"window.{layer}"] = Pool((c.sliding_window, c.head_dim), self.dtype, False)
+            out[f"window.{layer}"] = self._pool("window", c.sliding_window, c.head_dim, paged=False)
             if kind is None or not c.makes_entries(layer):
                 continue
             own_keys = c.makes_keys(layer)
-            out[f"entries.{layer}"] = Pool((places(kind.ratio), c.head_dim), self.dtype, True)
+            out[f"entries.{layer}"] = self._pool("entries", places(kind.ratio), c.head_dim, paged=True)
             if own_keys:
-                out[f"keys.{layer}"] = Pool((places(kind.ratio), c.index_head_dim), self.dtype, True)
+                out[f"keys.{layer}"] = self._pool("keys", places(kind.ratio), c.index_head_dim, paged=True)
             twice = 2 if kind.overlap else 1
             if kind.gated:
                 ring = (twice * kind.ratio, 2)  # a token's values and its gates
@@ -87,6 +90,25 @@ class CacheSpec:
         if c.engram is not None:
             out["recent"] = Pool((c.engram.max_ngram_size,), torch.int32, False)
         return out
+
+    def record(self, kind: str) -> Record | None:
+        """How "window", "entries" or "keys" are stored, None: as values."""
+        from rocmega.models.deepseek.records import published_records
+
+        return published_records(self.config)[kind] if self.format == "published" else None
+
+    def entry_bytes(self, kind: str, width: int) -> int:
+        """Bytes of one entry of "window", "entries" or "keys"."""
+        record = self.record(kind)
+        return width * {"f32": 4, "bf16": 2}[self.format] if record is None else record.bytes
+
+    def _pool(self, kind: str, count: int, width: int, *, paged: bool) -> Pool:
+        import torch
+
+        record = self.record(kind)
+        if record is not None:
+            return Pool((count, record.bytes), torch.uint8, paged, record)
+        return Pool((count, width), torch.float32 if self.format == "f32" else torch.bfloat16, paged)
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
@@ -109,6 +131,7 @@ class HybridCache(PageTables):
     """
 
     shares_prefixes: ClassVar[bool] = False  # what follows a page needs the state at its end, which nobody keeps
+    undoes: ClassVar[bool] = False  # a token takes the place in its rings of one that earlier tokens still need
 
     def __init__(self, spec: CacheSpec, pages: int, requests: int, memory: Memory):
         import torch
@@ -121,6 +144,7 @@ class HybridCache(PageTables):
             count = pages if pool.paged else requests
             buffer = self._buffers[name] = memory.shared(f"cache {name}", count * pool.bytes())
             self.pools[name] = buffer.tensor.view(pool.dtype).view(count, *pool.shape)
+        self._records = {name: pool.record for name, pool in spec.pools().items()}
         self._free_slots = list(reversed(range(requests)))
         self._slots: dict[Hashable, int] = {}
         self._slot_of_page = torch.full((pages,), -1, dtype=torch.int64)
@@ -133,6 +157,18 @@ class HybridCache(PageTables):
     def address(self, name: str) -> int:
         """What kernels are given for a pool; 0 for one that the layer does not have."""
         return self._buffers[name].address if name in self._buffers else 0
+
+    def encode(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Values float32 [..., width] as a pool keeps them."""
+        record = self._records[name]
+        return values.to(self.pools[name].dtype) if record is None else record.encode(values)
+
+    def decode(self, name: str, stored: torch.Tensor) -> torch.Tensor:
+        """What a pool keeps, as float32 values [..., width]."""
+        import torch
+
+        record = self._records[name]
+        return stored.to(torch.float32) if record is None else record.decode(stored)
 
     def bytes(self) -> int:
         """Device bytes of everything."""

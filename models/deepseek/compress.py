@@ -81,7 +81,7 @@ def _read_ring(ring: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor)
 
 
 def _write_ring(ring: torch.Tensor, span: Span, values: torch.Tensor) -> None:
-    """Puts values [B, Q, ...] of a span's tokens into a ring; of more than it holds, the last."""
+    """Puts what a ring keeps of a span's tokens, [B, Q, ...], into it; of more than it holds, the last."""
     size = ring.shape[1]
     ring[span.slots[:, None], span.positions[:, -size:] % size] = values[:, -size:].to(ring.dtype)
 
@@ -91,13 +91,14 @@ def window_of(cache: HybridCache, layer: int, span: Span, own: torch.Tensor) -> 
 
     Returns entries float32 [B, K, D] that the span's tokens may see, and which of them each does, bool [B, Q, K].
     """
-    ring = cache.pools[f"window.{layer}"]
+    name = f"window.{layer}"
+    ring, stored = cache.pools[name], cache.encode(name, own)
     size = ring.shape[1]
     before = span.before(size - 1)
-    entries = torch.cat([_read_ring(ring, span.slots, before), own.to(ring.dtype)], dim=1)
-    _write_ring(ring, span, own)
+    entries = torch.cat([_read_ring(ring, span.slots, before), stored], dim=1)
+    _write_ring(ring, span, stored)
     at, now = torch.cat([before, span.positions], dim=1)[:, None], span.positions[..., None]
-    return entries.to(torch.float32), (at >= 0) & (at <= now) & (at > now - size)
+    return cache.decode(name, entries), (at >= 0) & (at <= now) & (at > now - size)
 
 
 def remember(cache: HybridCache, span: Span, size: int, pad: int) -> torch.Tensor:
@@ -121,13 +122,14 @@ def _places(ratio: int, table: torch.Tensor, numbers: torch.Tensor) -> tuple[tor
     return pages, numbers % places(ratio)
 
 
-def entries_of(pool: torch.Tensor, ratio: int, span: Span) -> torch.Tensor:
-    """Everything that the sequences have in a pool [pages, places, D] of entries of `ratio` tokens: [B, length, D]."""
+def entries_of(cache: HybridCache, name: str, ratio: int, span: Span) -> torch.Tensor:
+    """Everything that the sequences have in a pool of entries of `ratio` tokens: float32 [B, length, D]."""
+    pool = cache.pools[name]
     numbers = torch.arange(span.length // ratio, device=pool.device)
     # A sequence shorter than the longest has fewer pages; what is read of page 0 instead, it does not see.
     numbers = numbers.expand(span.table.shape[0], -1)
     pages, at = _places(ratio, span.table, numbers)
-    return pool[pages, at]
+    return cache.decode(name, pool[pages, at])
 
 
 def add_entries(layer: LayerStages, cache: HybridCache, span: Span, x: Normed, frequencies: torch.Tensor) -> None:
@@ -142,15 +144,14 @@ def add_entries(layer: LayerStages, cache: HybridCache, span: Span, x: Normed, f
     ends = span.positions[tuple(finished.T)]
     angles = pair_angles(ends + 1 - kind.ratio, frequencies)
     table = span.table[finished[:, 0]]
-    _write(cache.pools[f"entries.{number}"], kind.ratio, table, ends, rope_trailing(entries, angles))
-    pool = cache.pools.get(f"keys.{number}")
-    if pool is None:
+    _write(cache, f"entries.{number}", kind.ratio, table, ends, rope_trailing(entries, angles))
+    if f"keys.{number}" not in cache.pools:
         return
     if layer.config.keys_from_latent:
         keys = layer.key_of_entry(entries)
     else:
         keys = layer.pool(*_pending(layer, cache, span, x, "key", finished), "key")
-    _write(pool, kind.ratio, table, ends, rope_trailing(keys, angles))
+    _write(cache, f"keys.{number}", kind.ratio, table, ends, rope_trailing(keys, angles))
 
 
 def _pending(
@@ -171,7 +172,9 @@ def _pending(
     return known[sequences[:, None], back], exists
 
 
-def _write(pool: torch.Tensor, ratio: int, table: torch.Tensor, ends: torch.Tensor, entries: torch.Tensor) -> None:
-    """Puts entries [F, D] that end at positions [F] of sequences with pages [F, P] into a pool, in its dtype."""
+def _write(
+    cache: HybridCache, name: str, ratio: int, table: torch.Tensor, ends: torch.Tensor, entries: torch.Tensor
+) -> None:
+    """Puts entries [F, D] that end at positions [F] of sequences with pages [F, P] into a pool."""
     pages, at = _places(ratio, table, (ends // ratio)[:, None])
-    pool[pages[:, 0], at[:, 0]] = entries.to(pool.dtype)
+    cache.pools[name][pages[:, 0], at[:, 0]] = cache.encode(name, entries)

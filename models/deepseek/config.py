@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 V4, V41 = "deepseek_v4", "deepseek_v41"
 V41_TEXT = "deepseek_v41_text"
+CACHE_FORMATS: tuple[str, ...] = ("f32", "bf16", "published")  # to choose from; the last: see records.py
 
 
 @dataclass(frozen=True)
@@ -193,11 +194,10 @@ class DeepseekConfig:
         )
 
     def cache_spec(self, cache_format: str) -> CacheSpec:
-        """The cache of this model, for weights whose cache format is "f32" or "bf16"."""
-        from rocmega.checkpoint.tiles import dtype_of
+        """The cache of this model in a format: "f32", "bf16" or "published"."""
         from rocmega.models.deepseek.cache import CacheSpec
 
-        return CacheSpec(self, dtype_of(cache_format))
+        return CacheSpec(self, cache_format)
 
 
 def from_dir(directory: str | Path) -> DeepseekConfig:

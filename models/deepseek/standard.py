@@ -113,10 +113,22 @@ class StandardPath:
     def decode(self, batch: StepBatch) -> torch.Tensor:
         """Runs one token of each row: logits, float32 [rows, vocab].
 
-        Raises RequestError as `StepBatch.check` does.
+        Several rows of a request are its successive tokens, and run one after the other: each needs the state that the
+        one before leaves. Raises RequestError as `StepBatch.check` does.
         """
         limit = self.config.max_position_embeddings
         batch.check(vocab=self.config.vocab_size, cache_pages=self.cache.pages, max_model_len=limit)
+        first = batch.block_table[:, 0]
+        order = torch.tensor([int((first[:row] == page).sum()) for row, page in enumerate(first)])
+        logits = torch.empty(batch.rows, self.config.vocab_size, device=self.device)
+        for turn in range(int(order.max()) + 1):
+            rows = (order == turn).nonzero()[:, 0]
+            part = StepBatch(batch.tokens[rows], batch.positions[rows], batch.block_table[rows])
+            logits[rows.to(self.device)] = self._decode_rows(part)
+        return logits
+
+    def _decode_rows(self, batch: StepBatch) -> torch.Tensor:
+        """Rows of different requests: logits, float32 [rows, vocab]."""
         streams, weights = self.forward(self._span(batch.tokens[:, None], batch.positions[:, None], batch.block_table))
         return self.head(streams[:, 0], weights[:, 0])
 
@@ -190,8 +202,11 @@ class StandardPath:
         selection.clear(keep_candidates=bound is not None)
         if length <= c.index_topk:
             return
-        keys = entries_of(self.cache.pools[f"keys.{kind.source}"], kind.ratio, span)
-        queries, heads = layer.index_queries(q, span.stretched), layer.index_head_weights(x)
+        name = f"keys.{kind.source}"
+        keys, heads = entries_of(self.cache, name, kind.ratio, span), layer.index_head_weights(x)
+        queries = layer.index_queries(q, span.stretched)
+        if self.cache.spec.record("keys") is not None:  # queries are rounded as what they meet
+            queries = self.cache.decode(name, self.cache.encode(name, queries))
         for block in _blocks(queries.shape[1], queries.shape[0] * length * 4):
             scores = index_scores(queries[:, block], keys, heads[:, block], c.index_scale, self.products.matmul)
             seen = counts[:, block]
@@ -215,7 +230,7 @@ class StandardPath:
         kind = layer.compressed
         parts = [self._shared(query, *window)]
         if kind is not None and span.length >= kind.ratio:
-            entries = entries_of(self.cache.pools[f"entries.{kind.source}"], kind.ratio, span)
+            entries = entries_of(self.cache, f"entries.{kind.source}", kind.ratio, span)
             chosen = selection.chosen() if kind.selector is not None else None
             if chosen is None:
                 seen = torch.arange(entries.shape[1], device=self.device) < span.counts(kind.ratio)[..., None]

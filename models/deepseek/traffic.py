@@ -12,7 +12,6 @@ def cache_reads(config: DeepseekConfig, formats: Formats, context: int) -> dict[
     Compressors' state is read once for each entry: of a step, the average.
     """
     spec = config.cache_spec(formats.cache)
-    size = spec.dtype.itemsize
     window, entries, keys = 0, 0, 0
     for layer, kind in enumerate(config.compressed):
         window += min(context, config.sliding_window)
@@ -28,9 +27,9 @@ def cache_reads(config: DeepseekConfig, formats: Formats, context: int) -> dict[
         if name.startswith("pending") and (kind := config.compressed[int(name.split(".")[1])])
     )
     return {
-        "window entries": window * config.head_dim * size,
-        "compressed entries": entries * config.head_dim * size,
-        "index keys": keys * config.index_head_dim * size,
+        "window entries": window * spec.entry_bytes("window", config.head_dim),
+        "compressed entries": entries * spec.entry_bytes("entries", config.head_dim),
+        "index keys": keys * spec.entry_bytes("keys", config.index_head_dim),
         "compressors' state": state,
     }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rocmega.cache import CacheSpec
 
 MODEL_TYPE = "glm_moe_dsa"
+CACHE_FORMATS: tuple[str, ...] = ()  # to choose from: none, the cache has the format of what it meets
 INDEX_NORM_EPS = 1e-6  # of the index keys' LayerNorm; not in config.json
 LATENT_NORM_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm; not in config.json (see GlmConfig)
 

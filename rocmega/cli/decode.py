@@ -25,6 +25,7 @@ def decode(
     blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     seed: int | None = typer.Option(None, help="Of the CPU target's scheduler. Any seed gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
+    kv_cache_dtype: str = typer.Option("auto", help="How the cache is stored, where a model leaves a choice."),
     activations: str = typer.Option("auto", help="What big matrices meet: bf16, fp8, f32, or auto: see the docs."),
     max_rows: int = typer.Option(16, min=1, help="How many prompts may run together."),
     max_model_len: int | None = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
@@ -58,6 +59,7 @@ def decode(
             blocks=blocks,
             seed=seed,
             activations=activations,
+            kv_cache_dtype=kv_cache_dtype,
             timeline=timeline is not None,
             progress=show,
         )

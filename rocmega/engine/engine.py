@@ -100,6 +100,11 @@ class Engine:
                 f"draft_tokens={draft_tokens}: a step of max_rows={runner.max_rows} has room for 0 to "
                 f"{runner.max_rows - 1} guesses."
             )
+        if draft_tokens and not runner.cache.undoes:
+            raise RequestError(
+                f"draft_tokens={draft_tokens}: this model keeps state of its last tokens, which wrong guesses would "
+                "spoil. Leave it out, or 0."
+            )
         longest = pages_for(runner.max_model_len)
         if runner.cache.pages < longest:
             raise RequestError(

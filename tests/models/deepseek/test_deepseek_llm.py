@@ -34,15 +34,33 @@ def test_nothing_falls_back_in_silence(tiny_checkpoint):
 
 
 def test_requests_that_wait_get_state_in_turn(tiny_checkpoint, prompt):
-    """More requests than rows, in a cache that has to preempt: each gives what it gives alone."""
+    """More requests than rows, in a cache too small for them all: each gives what it gives alone."""
     directory = tiny_checkpoint("deepseek-v4-tiny")
     prompts = [prompt.tolist()[start : start + 60] for start in (0, 5, 10)]
     options = {"device": "host", "path": "standard", "max_model_len": 128}
     with LLM(directory, max_rows=1, **options) as llm:
         alone = [llm.generate([each], GREEDY)[0].outputs[0].token_ids for each in prompts]
-    with LLM(directory, max_rows=2, **options) as llm:
+    with LLM(directory, max_rows=3, cache_pages=3, **options) as llm:  # each needs a second page within its answer
         together = llm.generate([*prompts, *prompts], GREEDY)
+        assert llm.metrics()["preemptions"] > 0
     assert [each.outputs[0].token_ids for each in together] == alone * 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_caches_are_a_choice(name, tiny_checkpoint, prompt):
+    options = {"device": "host", "path": "standard", "max_model_len": 128, "max_rows": 1}
+    with LLM(tiny_checkpoint(name), kv_cache_dtype="published", **options) as llm:
+        assert {str(pool.dtype) for pool in llm.runner.cache.pools.values()} >= {"torch.uint8"}
+        assert len(llm.generate([prompt.tolist()], GREEDY)[0].outputs[0].token_ids) == 6
+    with pytest.raises(
+        RequestError, match="kv_cache_dtype='int3': this model's cache knows auto, f32, bf16, published"
+    ):
+        LLM(tiny_checkpoint(name), kv_cache_dtype="int3", **options)
+
+
+def test_guesses_are_refused(tiny_checkpoint):
+    with pytest.raises(RequestError, match="draft_tokens=2: this model keeps state"):
+        LLM(tiny_checkpoint("deepseek-v4-tiny"), device="host", path="standard", max_model_len=64, draft_tokens=2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

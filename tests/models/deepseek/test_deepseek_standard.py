@@ -69,6 +69,17 @@ def test_rows_at_different_phases(name, count, model, everywhere, prompt):
             assert (row - everywhere(name)[length + step]).abs().max() < TOLERANCE, (length, step)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_successive_rows_of_a_request(name, model, everywhere, prompt):
+    subject = model(name)
+    subject.prefill("a", prompt[:13])
+    subject.prefill("b", prompt[:30])
+    rows = [("a", 13), ("a", 14), ("b", 30), ("a", 15), ("a", 16), ("b", 31)]
+    logits = subject.decode([(request, int(prompt[at]), at) for request, at in rows])
+    for row, (_, at) in zip(logits, rows, strict=True):
+        assert (row - everywhere(name)[at]).abs().max() < TOLERANCE, at
+
+
 @pytest.mark.parametrize("chunk", [5, 16, 64])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunked_prefill_equals_unchunked(name, chunk, model, everywhere, prompt):
