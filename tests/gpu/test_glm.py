@@ -35,17 +35,22 @@ class Model:
     driver: Any
     cache: PagedCache
     standard: standard.StandardPath
+    activations: str
 
     @classmethod
-    def load(cls, checkpoint: Path, device: str) -> Model:
+    def load(cls, checkpoint: Path, device: str, activations: str = "auto") -> Model:
         driver = pick(device)
         config = glm_config.from_dir(checkpoint)
-        packed = weights.pack(Checkpoint(checkpoint), config, device=driver.device)
+        packed = weights.pack(
+            Checkpoint(checkpoint), config, device=driver.device, arch=driver.arch, activations=activations
+        )
         cache = PagedCache(config.cache_spec(packed.formats.cache), 16 * CONTEXT // 64, driver)
-        return cls(config, packed, driver, cache, standard.StandardPath(config, packed, cache))
+        path = standard.StandardPath(config, packed, cache, activations=activations)
+        return cls(config, packed, driver, cache, path, activations)
 
     def mega(self, **options: Any) -> mega.MegaPath:
-        return mega.MegaPath(self.config, self.packed, self.cache, self.driver, max_model_len=CONTEXT, **options)
+        options = {"max_model_len": CONTEXT, "activations": self.activations, **options}
+        return mega.MegaPath(self.config, self.packed, self.cache, self.driver, **options)
 
     def prefill(self, request: int, prompt: torch.Tensor) -> int:
         self.cache.grow(request, CONTEXT)
@@ -61,13 +66,21 @@ def prompt_of(length: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(seed)).int()
 
 
-@pytest.fixture(scope="module", params=["f32", "bf16", "fp8"])
+# Weights, and what they meet.
+FORMATS = [("f32", "auto"), ("bf16", "auto"), ("fp8", "auto"), ("fp8", "fp8"), ("mxfp4", "auto"), ("mxfp4", "fp8")]
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids="-".join)
 def model(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Model:
-    return Model.load(tiny_checkpoint("glm-5.2-tiny", request.param), "auto")
+    dtype, activations = request.param
+    return Model.load(tiny_checkpoint("glm-5.2-tiny", dtype), "auto", activations)
 
 
-def test_tokens_of_the_cpu_target(tiny_checkpoint: Callable[..., Path]) -> None:
-    here, host = (Model.load(tiny_checkpoint("glm-5.2-tiny", "f32"), device) for device in ("auto", "host"))
+@pytest.mark.parametrize("dtype", ["f32", "fp8", "mxfp4"])
+def test_tokens_of_the_cpu_target(dtype: str, tiny_checkpoint: Callable[..., Path]) -> None:
+    """With f32 activations, on the CPU target transformers' tokens."""
+    checkpoint = tiny_checkpoint("glm-5.2-tiny", dtype)
+    here, host = (Model.load(checkpoint, device, "f32") for device in ("auto", "host"))
     paths = here.mega(), host.mega()
     token = here.prefill(0, prompt_of(PROMPT, 1))
     assert token == host.prefill(0, prompt_of(PROMPT, 1))
