@@ -49,6 +49,7 @@ class LLM:
     enough for max_rows requests of max_model_len. prefill_chunk: how many tokens of a prompt one step caches, and the
     grain in which prompts share their beginning. draft_tokens: how many tokens may be guessed ahead for each request
     in each step, by what followed the same tokens before, and checked in rows to spare; the answer stays the same.
+    tokens_per_launch: how many steps the mega-task may do in one launch; tokens come that many at a time.
     blocks: blocks of the mega-task; None is one per compute unit (a few
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
     activations: how exact they are when they meet big matrices: "bf16"; "fp8", quantized per group where the weights
@@ -74,6 +75,7 @@ class LLM:
         cache_pages: int | None = None,
         prefill_chunk: int | None = None,
         draft_tokens: int = 0,
+        tokens_per_launch: int = 1,
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",
@@ -121,6 +123,7 @@ class LLM:
                 path=path,
                 prefill_chunk=chunk,
                 draft_tokens=draft_tokens,
+                tokens_per_launch=tokens_per_launch,
                 tokenizer=self._tokenizer,
                 seed=key if group is None else group.gather(key)[0],  # all ranks draw the same
             )
@@ -202,7 +205,7 @@ class LLM:
 
         prompt_tokens, of which reused_tokens were in the cache; generated_tokens; steps and tokens per path;
         mega_coverage (the share of tokens that the mega-task produced, None before the first); drafted_tokens that were
-        guessed and accepted_tokens among them; fallback_reasons
+        guessed and accepted_tokens among them; launches_of_several_steps; fallback_reasons
         (reason -> steps); finished (how -> requests); preemptions; prefill_seconds and decode_seconds; requests running
         and waiting, and the cache's pages, as they are now.
         """
@@ -216,6 +219,7 @@ class LLM:
             "steps": {path: counts.steps[path] for path in ("mega", "standard")},
             "tokens": tokens,
             "mega_coverage": tokens["mega"] / generated if generated else None,
+            "launches_of_several_steps": counts.launches,
             "drafted_tokens": counts.drafted,
             "accepted_tokens": counts.accepted,
             "fallback_reasons": dict(counts.reasons),

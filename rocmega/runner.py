@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,16 +200,39 @@ class Runner:
             sequence.length += 1
         return step
 
+    def steps(
+        self,
+        rows: Sequence[tuple[CachedSequence, int]],
+        count: int,
+        stops: Sequence[Collection[int]],
+        path: str = "auto",
+        choices: Sequence[Choice | None] | None = None,
+    ) -> list[list[int]] | None:
+        """Up to `count` tokens of each row by one launch of the mega-task; None where only single steps can be done.
+
+        stops: of each row, tokens at which the launch ends. The rows are different sequences, with pages for all of it.
+        Returns the tokens of each step that was done.
+        """
+        sequences = [sequence for sequence, _ in rows]
+        features = frozenset({"sampling" if any(choices or ()) else "greedy"})
+        if self.tp > 1 or self.decide(sequences, path, features, count).path != "mega":
+            return None
+        tokens: list[list[int]] = self._mega.decode_many(self._batch(rows), count, stops, choices).tolist()
+        for sequence in sequences:
+            sequence.length += len(tokens)
+        return tokens
+
     def decide(
         self,
         sequences: Sequence[CachedSequence],
         path: str = "auto",
         features: frozenset[str] = frozenset({"greedy"}),
+        steps: int = 1,
     ) -> Decision:
         """The path of the next step of these rows."""
         if path == "standard":
             return Decision("standard")
-        context = max(_positions(sequences)) + 1
+        context = max(_positions(sequences)) + steps
         shape = self._shape(len(sequences), context, features)
         decision = choose(replace(shape, measured=self._measured) if path == "auto" else shape)
         if path == "mega" and decision.reasons:

@@ -8,6 +8,7 @@
 // a vocabulary of 150 K, which its L2 holds.
 // Choice and Adjustment are the descriptor's.
 #pragma once
+#include "stages/sample.h"
 #include "stages/select.h"
 
 DEVICE f32 from_order_key(u32 key) { return bits<f32>(key >> 31 ? key ^ 0x80000000u : ~key); }
@@ -196,7 +197,7 @@ DEVICE void adjust(const f32* logits, u32 vocab, Const<Choice> c, const Adjustme
 }
 
 // To one thread; ~0 to all others.
-DEVICE u32 choose(Candidates& from, Const<Choice> c) {
+DEVICE u32 choose(Candidates& from, Const<Choice> c, u32 later) {
   u32 best = from.largest();
   if (c->greedy) return thread_id() == 0 ? best : ~0u;
   for (int by_mass = 0; by_mass < 2; ++by_mass) {  // a loop: the code of keep() stands here once
@@ -205,7 +206,7 @@ DEVICE u32 choose(Candidates& from, Const<Choice> c) {
     u64 wanted = by_mass ? product_shifted_32(from.total(), asked) : asked;
     from.keep(wanted ? wanted : 1, by_mass);
   }
-  return from.at(philox(c->seed_low, c->seed_high, c->number));
+  return from.at(philox(c->seed_low, c->seed_high, c->number + later));
 }
 
 struct ChooseTokens {
@@ -216,7 +217,8 @@ struct ChooseTokens {
   const Adjustment* adjustments;  // [rows][stride]
   u32 stride;
   f32* adjusted;  // [rows][vocab]
-  u32* tokens;
+  u32 later;      // tokens of this launch before this one
+  TokensOut tokens;
 
   STAGE bool run(Step& s, u32 stage, u32 tag) const {
     for (int row = s.first_task(); row < (int)s.rows; row += n_blocks()) {
@@ -228,8 +230,8 @@ struct ChooseTokens {
       u64 first = (u64)row * vocab;
       if (c->adjustments) adjust(logits + first, vocab, c, adjustments + (u64)row * stride, adjusted + first, tag);
       Candidates from{(c->adjustments ? adjusted : logits) + first, vocab, tag, c->temperature, c->gap};
-      u32 token = choose(from, c);
-      if (token != ~0u) store_plain(tokens + row, token, tag);
+      u32 token = choose(from, c, later);
+      if (token != ~0u) tokens.put(row, token, tag);
       s.end();
       block_barrier();  // before LDS is written again
     }

@@ -3,15 +3,36 @@
 #pragma once
 #include "stages/input.h"
 
+// Rows' tokens: the host's, or what the launch itself chose before, under a tag.
+struct TokensIn {
+  const u32* tokens;   // [rows]
+  const Pair* chosen;  // [rows]
+  u32 tag;             // of `chosen`; 0: the host's
+
+  DEVICE bool take(Step& s, int row, u32& token) const {
+    if (!tag) {
+      token = load_constant(tokens + row);
+      return true;
+    }
+    Pair got[1];
+    bool ok = s.collect(tag, [&](int) { return chosen + row; }, got);
+    token = got[0].payload;
+    return ok;
+  }
+};
+
 template <class Table, int HIDDEN>
-DEVICE bool embed(Step& s, u32 stage, u32 tag, const void* embedding, const u32* tokens, Pair* x) {
+DEVICE bool embed(Step& s, u32 stage, u32 tag, const void* embedding, const TokensIn& tokens, Pair* x) {
   constexpr int PIECES_A_ROW = (HIDDEN / 2 + THREADS - 1) / THREADS;
   int tasks = s.rows * PIECES_A_ROW;
   for (int task = s.first_task(); task < tasks; task += n_blocks()) {
     s.begin(stage, task, tag);
     int row = task / PIECES_A_ROW, channel = 2 * (task % PIECES_A_ROW * THREADS + thread_id());
+    u32 token = 0;
+    bool ok = tokens.take(s, row, token);
+    if (tokens.tag && !s.all_ok(ok)) return false;
     if (channel < HIDDEN) {
-      u64 at = (u64)load_constant(tokens + row) * HIDDEN + channel;
+      u64 at = (u64)token * HIDDEN + channel;
       u32 low, high;
       if constexpr (Table::ACT_BYTES == 4) {
         low = load_constant((const u32*)embedding + at), high = load_constant((const u32*)embedding + at + 1);

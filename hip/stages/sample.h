@@ -49,9 +49,20 @@ template <int VOCAB_OF_RANK> DEVICE bool best_of_ranks(Step& s, u32 tag, int row
   return true;
 }
 
+// Where a row's token goes: to the host, and to the next token of the launch.
+struct TokensOut {
+  u32* tokens;  // [rows]
+  Pair* next;   // [rows]
+
+  DEVICE void put(int row, u32 token, u32 tag) const {
+    store_plain(tokens + row, token, tag);
+    store_pair(next + row, {token, tag});
+  }
+};
+
 // One task.  in  best [blocks][ROWS][2];  out  tokens [row], read by the host after the launch
-template <int VOCAB_OF_RANK>
-DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, Pair* const* candidates, u32* tokens) {
+template <int VOCAB_OF_RANK> DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best,
+                                                      Pair* const* candidates, const TokensOut& tokens) {
   if (s.first_task() == 0) {
     s.begin(stage, 0, tag);
     int row = thread_id() / 16;
@@ -70,7 +81,7 @@ DEVICE bool choose_token(Step& s, u32 stage, u32 tag, const Pair* best, Pair* co
       if (first_of_row) ok = best_of_ranks<VOCAB_OF_RANK>(s, tag, row, candidates, mine);
       if (!s.all_ok(ok)) return false;
     }
-    if (first_of_row) store_plain(tokens + row, mine.token, tag);
+    if (first_of_row) tokens.put(row, mine.token, tag);
   }
   s.finish(1);
   return true;

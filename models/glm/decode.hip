@@ -14,7 +14,10 @@
 // layer l has published. The selection lives longer, until the next layer with an indexer, which is the same argument.
 // The argument needs every task to be one that somebody waits for. That is why the indexer's later stages run only if a row
 // needs them (any_long), and route.h deals with blocks that turn out to have no task.
-// Launches: a launch begins when the one before has ended on all blocks.
+// Launches: a launch begins when the one before has ended on all blocks. Tokens: a launch may run several, each on what the one
+// before chose. A token is known when every block has published its best logits, which it does when it is done with all that
+// came before; so whoever works on the next token, for which he needs this one, finds every region read, of whatever slot. The
+// chosen token itself is read by every block before it publishes its best of the next.
 // Ranks: heads, MLPs' widths and the vocabulary are divided among RANKS. Then OUTPUT and DOWN_SUM give shares of what is added to
 // x, and REDUCE sums them up (hip/handoff/reduce.h); everything else is the same computation on every rank, to the bit.
 #include "model_config.h"  // the model's dimensions and formats, generated from its config.json
@@ -43,6 +46,7 @@ struct Decode {
   Const<DecodeArgs> a;
   Step s;
   const Pages pages;
+  u32 token = 0;            // of this launch: 0 ... tokens - 1
   u32 selection_layer = 0;  // the layer whose selection is in force
 
   DEVICE explicit Decode(Const<DecodeArgs> a)
@@ -56,12 +60,13 @@ struct Decode {
   // queries, and a task that nobody waits for must not run: its inputs could be overwritten under it.
   DEVICE bool any_long() const {
     bool any = false;
-    for (u32 row = 0; row < s.rows; ++row) any |= load_constant(a->positions + row) + 1 > INDEX_TOPK;
+    for (u32 row = 0; row < s.rows; ++row) any |= load_constant(positions() + row) + 1 > INDEX_TOPK;
     return any;
   }
 
   DEVICE bool run() {
-    if (a->layer_begin == 0) embed<Island, HIDDEN>(s, EMBED, tag(0), a->embedding, a->tokens_in, slot(a->x, 0, HIDDEN));
+    if (a->layer_begin == 0)
+      if (!embed<Island, HIDDEN>(s, EMBED, tag(0), a->embedding, tokens_in(), slot(a->x, 0, HIDDEN))) return false;
     for (u32 layer = 0; layer < a->layer_begin; ++layer)  // a selection may be an earlier launch's
       if (as_const(a->weights)[layer].full_index) selection_layer = layer;
     for (u32 layer = a->layer_begin; layer < a->layer_end; ++layer)
@@ -95,8 +100,29 @@ struct Decode {
     return ok && (w->dense ? dense_down(layer, w) : expert_down(layer, w, route));
   }
 
+  // Whether a row ends with the token just chosen. False if it never came.
+  DEVICE bool any_stops(bool& any) {
+    u32 row = thread_id();
+    bool ok = true, mine = false;
+    if (row < s.rows) {
+      Pair got[1];
+      ok = s.collect(tag(2 * a->layers + 1), [&](int) { return a->next_tokens + row; }, got);
+      for (u32 i = 0; i < STOPS; ++i) mine |= load_constant(a->stops + row * STOPS + i) == got[0].payload;
+    }
+    if (!s.all_ok(ok)) return false;
+    any = block_any(mine);
+    block_barrier();  // before block_any's words are written again
+    return true;
+  }
+
  private:
-  DEVICE u32 tag(u32 version) const { return a->epoch + version; }
+  // The first token's inputs are the host's, the others' what was chosen.
+  DEVICE TokensIn tokens_in() const { return {a->tokens_in, a->next_tokens, token ? tag(0) - 1 : 0}; }
+  DEVICE TokensOut tokens_out() const { return {a->tokens_out + at_token(), a->next_tokens}; }
+  DEVICE u32 tag(u32 version) const { return a->epoch + token * (2 * a->layers + 2) + version; }
+  // Where this token's entries of [tokens][ROWS] begin.
+  DEVICE u32 at_token() const { return token * ROWS; }
+  DEVICE const u32* positions() const { return a->positions + at_token(); }
   DEVICE u32 attention_tag(u32 layer) const { return tag(2 * layer + 1); }
   DEVICE u32 mlp_tag(u32 layer) const { return tag(2 * layer + 2); }
   // The slot of a region for this layer, [ROWS][width].
@@ -177,7 +203,7 @@ struct Decode {
     a = fresh(a);
     u32 t = attention_tag(layer);
     CacheEntry entry{w->kv_a_norm, w->index_k_norm, LATENT_NORM_EPS, INDEX_NORM_EPS, a->rope,
-                     a->positions, pages,           w->latent_cache, w->index_cache};
+                     positions(),  pages,           w->latent_cache, w->index_cache};
     return write_cache<Act, KV_LORA, ROPE, INDEX_DIM>(s, CACHE_ENTRY, t, {slot(a->down_kv, layer, ENTRY), ENTRY, t},
                                                       {slot(a->down_index, layer, INDEX_OUT), INDEX_OUT, t}, entry,
                                                       a->cache_flags);
@@ -203,7 +229,7 @@ struct Decode {
           f32 scale = inverse_rms(row, Q_LORA, LATENT_NORM_EPS), q[2] = {v[0] * scale, v[1] * scale};
           int channel = task * TILE_ROWS + n;  // the rotated ones: last of a head, first of an index head
           int rotated = task < QS ? channel % Q_HEAD - NOPE : (channel - HEADS * Q_HEAD) % INDEX_DIM;
-          if (rotated >= 0 && rotated < ROPE) rotate<ROPE>(a->rope, load_constant(a->positions + row), rotated, q);
+          if (rotated >= 0 && rotated < ROPE) rotate<ROPE>(a->rope, load_constant(positions() + row), rotated, q);
           put_scaled(of(task), row, n, q, 1.f, t);
         });
   }
@@ -216,7 +242,7 @@ struct Decode {
         {slot(a->down_index, layer, INDEX_OUT) + INDEX_DIM, INDEX_OUT, t},
         w->index_cache,
         pages,
-        a->positions,
+        positions(),
         written(),
         a->index_scores,
         score_stride(),
@@ -227,7 +253,7 @@ struct Decode {
   DEVICE u64 score_stride() const { return (u64)a->max_pages * PAGE; }
 
   STAGE bool select(u32 layer) {
-    Select<INDEX_TOPK> best{a->index_scores, score_stride(), a->positions,      a->score_flags,
+    Select<INDEX_TOPK> best{a->index_scores, score_stride(), positions(),       a->score_flags,
                             a->max_pages,    a->selection,   a->selection_flags};
     return best.run(s, SELECT, attention_tag(layer));
   }
@@ -255,8 +281,8 @@ struct Decode {
         });
   }
 
-  DEVICE Written written() const { return {a->first_written, a->positions, a->cache_flags}; }
-  DEVICE Selected selected() const { return {a->positions, a->selection, INDEX_TOPK}; }
+  DEVICE Written written() const { return {a->first_written + at_token(), positions(), a->cache_flags}; }
+  DEVICE Selected selected() const { return {positions(), a->selection, INDEX_TOPK}; }
   DEVICE Partials partials() const { return {a->partial_out, a->partial_stat, a->partial_flags}; }
 
   STAGE bool attend(u32 layer, Const<LayerWeights> w) {
@@ -413,12 +439,12 @@ struct Decode {
     if (a->choices) {
       static_assert(VOCAB <= 32 * LDS_WORDS && VOCAB < 1 << 21, "bits, and sums of 11 bits, of every token");
       s.announce(a->logit_flags + block_id(), t, Stored::PLAIN);
-      ChooseTokens choose{logits,      VOCAB,        a->logit_flags, a->choices, a->adjustments, a->adjustment_stride,
-                          a->adjusted, a->tokens_out};
+      ChooseTokens choose{logits,      VOCAB, a->logit_flags, a->choices, a->adjustments, a->adjustment_stride,
+                          a->adjusted, token, tokens_out()};
       return choose.run(s, SAMPLE, t);
     }
     publish_best(s, t, best, a->best);
-    return choose_token<VOCAB>(s, SAMPLE, t, a->best, a->candidates, a->tokens_out);
+    return choose_token<VOCAB>(s, SAMPLE, t, a->best, a->candidates, tokens_out());
   }
 };
 
@@ -426,6 +452,13 @@ KERNEL void glm_decode(const DecodeArgs* args) {
   Const<DecodeArgs> a = as_const(args);
   if (a->version != DESCRIPTOR_VERSION) return;
   Decode step(a);
-  if (!step.run()) step.s.report();
+  for (;; ++step.token) {
+    bool stop = step.token + 1 == a->tokens;
+    if (!step.run() || (!stop && !step.any_stops(stop))) {
+      step.s.report();
+      break;
+    }
+    if (stop) break;
+  }
   step.s.timeline.close(a->epoch);
 }

@@ -60,20 +60,25 @@ struct Adjustment {
   u32 times, seen;
 };
 
+constexpr u32 STOPS = 16;  // tokens at which a row may stop
+
 // One rank's, where RANKS share the model: HEADS, widths and VOCAB are its part, logits too.
 struct DecodeArgs {
   u32 version;  // DESCRIPTOR_VERSION
   u32 rows;     // 1 to ROWS
   u32 layer_begin,
-      layer_end;         // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
-  u32 layers;            // of the whole model
-  u32 epoch;             // tags of this step: epoch ... epoch + 2 * layers + 1; the next begins one later
-  u32 poll_limit;        // polls before a wait gives up
-  u32 max_pages;         // stride of block_table
-  u32 rank;              // of RANKS
+      layer_end;   // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
+  u32 layers;      // of the whole model
+  u32 epoch;       // tags of a token: epoch ... epoch + 2 * layers + 1; the next token's begin one later
+  u32 tokens;      // of each row in this launch, fewer if a row stops; more than 1 with all layers and on one rank only
+  u32 poll_limit;  // polls before a wait gives up
+  u32 max_pages;   // stride of block_table
+  u32 rank;        // of RANKS
   const u32* tokens_in;  // [ROWS] the tokens to run
-  const u32* positions;  // [ROWS] their positions, which are also the number of cached tokens before them
-  // [ROWS] the lowest position that this step writes of the row's sequence: its own, unless the rows before it are the
+  const u32* stops;      // [ROWS][STOPS] tokens at which a row stops; where there are fewer, none of the vocabulary
+  // [tokens][ROWS] their positions, which are also the number of cached tokens before them
+  const u32* positions;
+  // [tokens][ROWS] the lowest position that this step writes of the row's sequence: its own, unless the rows before it are the
   // tokens before it.
   const u32* first_written;
   const u32* block_table;       // [ROWS][max_pages] page numbers
@@ -101,6 +106,7 @@ struct DecodeArgs {
   Pair* best;             // [n_blocks][ROWS][2] each block's best logit: value, token
   Pair* logit_flags;      // [n_blocks] flag: this block's logits are stored, plain + release; where there are choices
   f32* adjusted;          // [ROWS][VOCAB] logits of rows that have adjustments
+  Pair* next_tokens;      // [ROWS] the token chosen, for the next of this launch
   Pair* cache_flags;      // [ROWS] flag: this step's cache entry of the layer is written
   Pair* score_flags;      // [ROWS][max_pages] flag: the scores of this page are written
   Pair* selection_flags;  // [ROWS] flag
@@ -110,7 +116,7 @@ struct DecodeArgs {
   const Adjustment* adjustments;  // [ROWS][adjustment_stride]
   u32 adjustment_stride;
   f32* logits;          // [ROWS][VOCAB], written if not null; needed where there are choices
-  u32* tokens_out;      // [ROWS]
+  u32* tokens_out;      // [tokens][ROWS]
   Vec4* timeline;       // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null
   u32* timeline_count;  // [blocks]
   u32 timeline_capacity;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from rocmega.timeline import read as read_timeline
 from rocmega.toolchain import compile as compile_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from rocmega.cache import PagedCache
     from rocmega.drivers.base import Driver, Function, SharedBuffer
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 POLL_LIMIT = 20_000_000  # polls before a wait gives up: some 10 s of a poll each half microsecond
 LAST_EPOCH = 1 << 31  # flags are compared as signed differences; regions begin anew before tags get that large
+MAX_TOKENS = 256  # of each row in a launch
 ERROR_WORDS = 8  # of each block, after those of the launch: claimed, rank, stage, task, its tag, wanted, seen
 
 
@@ -92,6 +93,7 @@ def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dic
         "partial_stat": rows * splits * shape.heads * 2 * word,
         "best": blocks * rows * 2 * pair,
         "logit_flags": blocks * pair,
+        "next_tokens": rows * pair,
         "cache_flags": rows * pair,
         "score_flags": rows * max_pages * pair,
         "selection_flags": rows * pair,
@@ -99,7 +101,7 @@ def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dic
         "error": (1 + blocks) * ERROR_WORDS * word,
         "logits": rows * shape.vocab * word,
         "adjusted": rows * shape.vocab * word,
-        "tokens_out": rows * word,
+        "tokens_out": MAX_TOKENS * rows * word,
     }
 
 
@@ -176,6 +178,50 @@ class MegaPath:
         self.enqueue()
         return self.result()
 
+    def decode_many(
+        self,
+        batch: StepBatch,
+        tokens: int,
+        stops: Sequence[Collection[int]],
+        choices: Sequence[Choice | None] | None = None,
+    ) -> torch.Tensor:
+        """Runs up to `tokens` steps in one launch, each on what the one before chose.
+
+        stops: of each row, at most 16 tokens; the launch ends with the first step in which a row chooses one of them.
+        The rows are different requests, with pages for all the steps. choices: of the first step; of later ones the
+        number is larger, and nothing else changes. Returns int32 [steps, rows] on the CPU. Raises RequestError if that
+        cannot be done in one launch, StepError if the kernel gave up waiting.
+        """
+        self._check_many(batch, tokens, stops)
+        self.place(batch, logits=False, choices=choices)
+        rows, steps = batch.rows, torch.arange(tokens, dtype=torch.int32)[:, None]
+        self._positions[:tokens, :rows] = self._first_written[:tokens, :rows] = batch.positions + steps
+        self._stops.fill_(-1)
+        for row, ends in enumerate(stops):
+            self._stops[row, : len(ends)] = torch.tensor(list(ends), dtype=torch.int32)
+        self._count = tokens
+        self.enqueue()
+        self.driver.synchronize()
+        self._raise_if_given_up()
+        chosen = self._view("tokens_out", torch.int32).view(MAX_TOKENS, -1)[:tokens, :rows].cpu().clone()
+        ended = [step for step, row in enumerate(chosen.tolist()) if any(map(_among, row, stops))]
+        return chosen[: ended[0] + 1] if ended else chosen
+
+    def _check_many(self, batch: StepBatch, tokens: int, stops: Sequence[Collection[int]]) -> None:
+        if self.weights.tp > 1 or self.launches_per_step > 1 or not 1 <= tokens <= MAX_TOKENS:
+            raise RequestError(
+                f"{tokens} tokens in a launch: one rank can do 1 to {MAX_TOKENS}, in a launch that has all layers."
+            )
+        if len(stops) != batch.rows or any(len(ends) > self._stops.shape[1] for ends in stops):
+            raise RequestError(f"each row of a launch has at most {self._stops.shape[1]} tokens at which it stops.")
+        last = replace(batch, positions=batch.positions + (tokens - 1))
+        last.check(
+            vocab=self.config.vocab_size,
+            cache_pages=self.cache.pages,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+        )
+
     def place(self, batch: StepBatch, *, logits: bool = True, choices: Sequence[Choice | None] | None = None) -> None:
         """Gives the next steps their input. Raises RequestError if the batch does not fit."""
         batch.check(
@@ -186,8 +232,9 @@ class MegaPath:
         )
         rows, args = batch.rows, self._args
         self._tokens[:rows] = batch.tokens
-        self._positions[:rows] = batch.positions
-        self._first_written[:rows] = batch.first_written()
+        self._positions[0, :rows] = batch.positions
+        self._first_written[0, :rows] = batch.first_written()
+        self._count = 1
         pages = min(batch.block_table.shape[1], self.max_pages)
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         args.rows = rows
@@ -203,7 +250,8 @@ class MegaPath:
     def enqueue(self) -> None:
         """Launches the step that was placed, without waiting for it. Once more, it gives the same again."""
         args = self._args
-        args.epoch = self._next_epoch()
+        args.tokens = self._count
+        args.epoch = self._next_epoch(self._count)
         args.logits = self._regions["logits"].address if self._logits or self._chosen else 0
         args.choices = self.driver.constant(self._choices.choices) if self._chosen else 0
         for begin, end in self.layer_splits:
@@ -296,13 +344,13 @@ class MegaPath:
         error = StepError(*facts, peer=peer - 1 if peer else None)
         raise StepError(*facts, self.group.failure(str(error)), peer=error.peer) if self.group else error
 
-    def _next_epoch(self) -> int:
-        """Tags of a step are epoch ... epoch + 2 * layers + 1, and grow."""
+    def _next_epoch(self, tokens: int) -> int:
+        """Tags of a token are epoch ... epoch + 2 * layers + 1, and grow."""
         span = 2 * self.config.num_hidden_layers + 2
-        if self._epoch + 2 * span >= LAST_EPOCH:
+        if self._epoch + (tokens + 1) * span >= LAST_EPOCH:
             self._open_regions()
-        self._epoch += span
-        return self._epoch
+        self._epoch += tokens * span
+        return self._epoch - (tokens - 1) * span
 
     def _open_regions(self) -> None:
         """Fresh regions, all zero, with epochs from the start: no tag of before can be taken for one of later."""
@@ -329,8 +377,9 @@ class MegaPath:
     def _fill_constants(self) -> None:
         args, device, rows = self._args, self.driver.device, kernel.ROWS
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._first_written = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(MAX_TOKENS, rows, dtype=torch.int32, device=device)
+        self._first_written = torch.zeros(MAX_TOKENS, rows, dtype=torch.int32, device=device)
+        self._stops = torch.full((rows, self._header.constants["STOPS"]), -1, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(rows, self.max_pages, dtype=torch.int32, device=device)
         args.version = self._header.constants["DESCRIPTOR_VERSION"]
         args.layers = self.config.num_hidden_layers
@@ -343,6 +392,7 @@ class MegaPath:
         args.adjustment_stride = self._choices.stride
         args.tokens_in = self._constant(self._tokens)
         args.positions = self._constant(self._positions)
+        args.stops = self._constant(self._stops)
         args.first_written = self._constant(self._first_written)
         args.block_table = self._constant(self._block_table)
         args.rope = self._constant(rope_table(self.config, self.max_model_len, device))
@@ -372,6 +422,10 @@ class MegaPath:
     def _constant(self, tensor: torch.Tensor) -> int:
         self._keep.append(tensor)
         return self.driver.constant(tensor)
+
+
+def _among(token: int, ends: Collection[int]) -> bool:
+    return token in ends
 
 
 def _split_layers(layers: int, parts: int) -> list[tuple[int, int]]:

@@ -56,6 +56,11 @@ class Acceptor:
             uses = Uses(uses.prompt, uses.answer + Counter(drafts))
         return Choice(sampling, request.seed, len(request.token_ids) + len(drafts), uses)
 
+    def stops(self, request: Request) -> frozenset[int]:
+        """Tokens after which the request has ended."""
+        sampling = request.sampling
+        return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.runner.eos_token_ids)
+
     def accept(self, request: Request, token: int, logits: torch.Tensor | None) -> None:
         """The next token, and the model's logits behind it, f32 [vocab], if somebody wants to see them."""
         if logits is not None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PREFILL_CHUNK = 256
 MAX_WAITING = 4096
+MAX_TOKENS_PER_LAUNCH = 256
+STOPS = 16  # tokens at which a row of a launch may stop
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class PageUse:
 class Counts:
     """What has happened since the engine began; `steps` and `tokens` by path, `reasons` why a step fell back.
 
-    `drafted`: tokens that were guessed; `accepted`: guesses that were right.
+    `drafted`: tokens that were guessed; `accepted`: guesses that were right; `launches`: of several
+    steps each.
     """
 
     prompt_tokens: int = 0
@@ -61,6 +64,7 @@ class Counts:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    launches: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -77,9 +81,10 @@ class Engine:
 
     path: "auto", "mega" or "standard", as for `rocmega.LLM`. prefill_chunk: how many tokens of a prompt one step
     caches, a multiple of the page's 64; also the grain in which prompts share their beginning. draft_tokens: how many
-    tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. max_waiting: how many
-    requests may wait for a row. tokenizer: gives answers their text, and is needed for stop texts. seed: of requests
-    that have none; None draws one.
+    tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. tokens_per_launch: how many
+    steps the mega-task may do in one launch, where nothing has to happen between them on the host. max_waiting: how
+    many requests may wait for a row. tokenizer: gives answers their text, and is needed for stop texts. seed: of
+    requests that have none; None draws one.
     """
 
     def __init__(
@@ -89,6 +94,7 @@ class Engine:
         path: str = "auto",
         prefill_chunk: int = PREFILL_CHUNK,
         draft_tokens: int = 0,
+        tokens_per_launch: int = 1,
         max_waiting: int = MAX_WAITING,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
@@ -105,6 +111,8 @@ class Engine:
                 f"draft_tokens={draft_tokens}: this model keeps state of its last tokens, which wrong guesses would "
                 "spoil. Leave it out, or 0."
             )
+        if not 1 <= tokens_per_launch <= MAX_TOKENS_PER_LAUNCH:
+            raise RequestError(f"tokens_per_launch={tokens_per_launch}: 1 to {MAX_TOKENS_PER_LAUNCH} can be done.")
         longest = pages_for(runner.max_model_len)
         if runner.cache.pages < longest:
             raise RequestError(
@@ -112,7 +120,7 @@ class Engine:
                 f"{runner.max_model_len} needs {longest}: give it more, or shorten max_model_len."
             )
         self.runner, self.path, self.prefill_chunk, self.max_waiting = runner, path, prefill_chunk, max_waiting
-        self.draft_tokens = draft_tokens
+        self.draft_tokens, self.tokens_per_launch = draft_tokens, tokens_per_launch
         self.counts = Counts()
         self._prefixes = PrefixTree(runner.cache.allocator, prefill_chunk)
         self._acceptor = Acceptor(runner, tokenizer, secrets.randbits(64) if seed is None else seed)
@@ -309,6 +317,8 @@ class Engine:
         return True
 
     def _decode(self, requests: list[Request]) -> list[Request]:
+        if self.tokens_per_launch > 1 and (done := self._launch(requests)) is not None:
+            return done
         start = time.perf_counter()
         runs = plan(requests, self.runner.max_rows, self.draft_tokens, self._room_to_follow)
         begins = [run.sequence.length for run in runs]
@@ -329,6 +339,47 @@ class Engine:
                 changed.append(run.request)
         self.counts.decode_seconds += time.perf_counter() - start
         return changed
+
+    def _launch(self, requests: list[Request]) -> list[Request] | None:
+        """Several tokens of every request by one launch, which ends where one stops; None if that is not to be."""
+        start = time.perf_counter()
+        stops = [self._acceptor.stops(request) for request in requests]
+        count = self._tokens_at_once(requests, stops)
+        if count == 1:
+            return None
+        inputs = [(r.sequence, r.token(r.sequence.length)) for r in requests if r.sequence is not None]
+        choices = [self._acceptor.choice(request) for request in requests]
+        done = self.runner.steps(inputs, count, stops, self.path, choices)
+        if done is None:
+            return None
+        self.counts.launches += 1
+        self.counts.steps["mega"] += len(done)
+        for tokens in done:
+            for request, token in zip(requests, tokens, strict=True):
+                if not request.finished:  # a stop text may have ended it, of which the launch does not know
+                    self._acceptor.accept(request, token, None)
+                    request.mega_tokens += 1
+                    self.counts.tokens["mega"] += 1
+        for request in requests:
+            if request.finished:
+                self._remove(request)
+        self.counts.decode_seconds += time.perf_counter() - start
+        return requests
+
+    def _tokens_at_once(self, requests: list[Request], stops: list[frozenset[int]]) -> int:
+        """As many as nobody has to wait for, and as every request has pages for."""
+        single = self.draft_tokens or any(request.prefill_left for request in self._running)
+        if single or any(map(self._needs_the_host, requests)) or max(map(len, stops)) > STOPS:
+            return 1
+        count = min(self.tokens_per_launch, *(request.longest - request.length for request in requests))
+        for request in requests:
+            count = min(count, 1 + self._room_to_follow(request, count - 1))
+        return count
+
+    def _needs_the_host(self, request: Request) -> bool:
+        """Whether something happens between a request's tokens that the kernel cannot do."""
+        behind = request.sequence is not None and request.sequence.length + 1 < request.length
+        return behind or request.sampling.penalized or self._acceptor.wants_logits(request)
 
     def _room_to_follow(self, request: Request, count: int) -> int:
         """Pages for tokens that may turn out wrong: only such that are free."""

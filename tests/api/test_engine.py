@@ -252,3 +252,31 @@ def test_impossible_numbers_of_guesses_are_refused(tiny):
     for guesses in (-1, 2):
         with pytest.raises(RequestError, match=f"draft_tokens={guesses}"):
             LLM(tiny, path="standard", max_rows=2, max_model_len=64, draft_tokens=guesses)
+
+
+def test_many_tokens_a_launch_change_nothing(tiny):
+    """Requests of different lengths, drawn and greedy, one with a stop token and one that needs the host."""
+    prompts = [[3, 1, 4], list(range(40, 100)), [9], [8, 8]]
+    settings = {"path": "mega", "device": "host", "max_rows": 3, "max_model_len": 128}
+    with LLM(tiny, **settings) as llm:
+        [free] = llm.generate(prompts[0], SamplingParams(max_tokens=9))
+        samplings = [
+            SamplingParams(max_tokens=9, stop_token_ids=[free.outputs[0].token_ids[3]]),
+            SamplingParams(max_tokens=12, temperature=1.0, seed=4, top_k=30),
+            SamplingParams(max_tokens=5, temperature=0.7, seed=6),
+            SamplingParams(max_tokens=4, logprobs=1),
+        ]
+        plain = [output.outputs for output in llm.generate(prompts, samplings)]
+    with LLM(tiny, **settings, tokens_per_launch=8) as llm:
+        many = llm.generate(prompts, samplings)
+        metrics = llm.metrics()
+    assert [output.outputs for output in many] == plain
+    assert metrics["launches_of_several_steps"] >= 2
+    assert metrics["mega_coverage"] == 1
+    assert metrics["pages"]["held"] == 0
+
+
+@pytest.mark.parametrize("tokens", [0, 257])
+def test_impossible_launches_are_refused(tiny, tokens):
+    with pytest.raises(RequestError, match=f"tokens_per_launch={tokens}"):
+        LLM(tiny, path="standard", max_model_len=64, tokens_per_launch=tokens)
