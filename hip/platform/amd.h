@@ -22,6 +22,7 @@ DEVICE int thread_id() {
 }
 DEVICE int block_id() { return __builtin_amdgcn_workgroup_id_x(); }
 DEVICE int n_blocks() { return __builtin_amdgcn_grid_size_x() / __builtin_amdgcn_workgroup_size_x(); }
+DEVICE u32 uniform(u32 v) { return __builtin_amdgcn_readfirstlane(v); }
 DEVICE int wave_id() { return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_x() / WIDTH); }
 DEVICE int lane_id() { return __builtin_amdgcn_workitem_id_x() % WIDTH; }
 DEVICE int xcc_id() { return __builtin_amdgcn_s_getreg(20 | 3 << 11); }  // 4 bits of HW_REG_XCC_ID

@@ -23,6 +23,7 @@ DEVICE int xcc_id() { return host::self->wave->block->xcd; }
 DEVICE u64 clock_ticks() { return host::turns; }
 DEVICE void pause() { host::pause(); }
 DEVICE int lowest_bit(u64 v) { return __builtin_ctzll(v); }
+DEVICE u32 uniform(u32 v) { return v; }
 DEVICE void mark(u32 stage, u32 task, u32 epoch) { host::self->place = {stage, task, epoch}; }
 
 // LDS

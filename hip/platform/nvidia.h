@@ -26,6 +26,7 @@ DEVICE u64 clock_ticks() {
 }
 DEVICE void pause() { __nanosleep(20); }
 DEVICE int lowest_bit(u64 v) { return __ffsll((long long)v) - 1; }
+DEVICE u32 uniform(u32 v) { return v; }
 DEVICE void mark(u32, u32, u32) {}
 
 // LDS

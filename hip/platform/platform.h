@@ -10,6 +10,7 @@
 //            block_barrier()           orders LDS; does NOT wait for stores to global memory
 //            wave_barrier()            the same among the lanes of a wave, for LDS that only this wave uses
 //  Wave      wave_sum(f) wave_max(u64) wave_any(b) wave_ballot(b) -> u64 wave_read(u32, lane)   collective over the wave
+//            uniform(u32)              a value that all lanes have, for where the compiler must know it
 //  Memory    T is 4, 8 or 16 bytes. Every access to shared data names its epoch: only the host target looks at it (it
 //            knows of each copy of each word in which epoch it was written), so a load that gets another epoch's word is
 //            reported whatever its value. ANY_EPOCH: data of an earlier launch.

@@ -5,6 +5,10 @@
 #include "handoff/reduce.h"
 #include "tile/tile.h"
 
+#ifndef MANY_TOKENS
+#define MANY_TOKENS 0  // 1: a launch may run several tokens
+#endif
+
 struct Best {
   f32 value = -__builtin_inff();
   u32 token = 0xffffffffu;
@@ -56,7 +60,7 @@ struct TokensOut {
 
   DEVICE void put(int row, u32 token, u32 tag) const {
     store_plain(tokens + row, token, tag);
-    store_pair(next + row, {token, tag});
+    if (MANY_TOKENS) store_pair(next + row, {token, tag});
   }
 };
 

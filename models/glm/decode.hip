@@ -46,11 +46,14 @@ struct Decode {
   Const<DecodeArgs> a;
   Step s;
   const Pages pages;
-  u32 token = 0;            // of this launch: 0 ... tokens - 1
+  const u32 token;          // of this launch: 0 ... tokens - 1, 0 in kernels of one token
   u32 selection_layer = 0;  // the layer whose selection is in force
 
-  DEVICE explicit Decode(Const<DecodeArgs> a)
-      : a(a), s(a->rows, a->rank, a->poll_limit, a->error, a->alarms), pages{a->block_table, a->max_pages} {
+  DEVICE Decode(Const<DecodeArgs> a, u32 token)
+      : a(a),
+        s(a->rows, a->rank, a->poll_limit, a->error, a->alarms),
+        pages{a->block_table, a->max_pages},
+        token(token) {
 #if TIMELINE
     s.timeline = {a->timeline, a->timeline_count, a->timeline_capacity};
 #endif
@@ -100,6 +103,7 @@ struct Decode {
     return ok && (w->dense ? dense_down(layer, w) : expert_down(layer, w, route));
   }
 
+#if MANY_TOKENS
   // Whether a row ends with the token just chosen. False if it never came.
   DEVICE bool any_stops(bool& any) {
     u32 row = thread_id();
@@ -114,14 +118,15 @@ struct Decode {
     block_barrier();  // before block_any's words are written again
     return true;
   }
+#endif
 
  private:
   // The first token's inputs are the host's, the others' what was chosen.
-  DEVICE TokensIn tokens_in() const { return {a->tokens_in, a->next_tokens, token ? tag(0) - 1 : 0}; }
+  DEVICE TokensIn tokens_in() const { return {a->tokens_in, a->next_tokens, MANY_TOKENS && token ? tag(0) - 1 : 0}; }
   DEVICE TokensOut tokens_out() const { return {a->tokens_out + at_token(), a->next_tokens}; }
-  DEVICE u32 tag(u32 version) const { return a->epoch + token * (2 * a->layers + 2) + version; }
+  DEVICE u32 tag(u32 version) const { return a->epoch + (MANY_TOKENS ? token * (2 * a->layers + 2) : 0) + version; }
   // Where this token's entries of [tokens][ROWS] begin.
-  DEVICE u32 at_token() const { return token * ROWS; }
+  DEVICE u32 at_token() const { return MANY_TOKENS ? token * ROWS : 0; }
   DEVICE const u32* positions() const { return a->positions + at_token(); }
   DEVICE u32 attention_tag(u32 layer) const { return tag(2 * layer + 1); }
   DEVICE u32 mlp_tag(u32 layer) const { return tag(2 * layer + 2); }
@@ -451,14 +456,22 @@ struct Decode {
 KERNEL void glm_decode(const DecodeArgs* args) {
   Const<DecodeArgs> a = as_const(args);
   if (a->version != DESCRIPTOR_VERSION) return;
-  Decode step(a);
-  for (;; ++step.token) {
-    bool stop = step.token + 1 == a->tokens;
+#if MANY_TOKENS
+  // What goes from token to token is told to be the same in all lanes: the compiler cannot know, as a lane that gives up leaves.
+  for (u32 token = 0, base = 0, turn = 0;; ++token) {
+    Decode step(a, token);
+    step.s.base = base, step.s.turn = turn;
+    bool stop = token + 1 == a->tokens;
     if (!step.run() || (!stop && !step.any_stops(stop))) {
       step.s.report();
-      break;
+      return;
     }
-    if (stop) break;
+    if (uniform(stop)) return;
+    base = uniform(step.s.base), turn = uniform(step.s.turn);
   }
+#else
+  Decode step(a, 0);
+  if (!step.run()) step.s.report();
   step.s.timeline.close(a->epoch);
+#endif
 }

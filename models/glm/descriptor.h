@@ -67,13 +67,13 @@ struct DecodeArgs {
   u32 version;  // DESCRIPTOR_VERSION
   u32 rows;     // 1 to ROWS
   u32 layer_begin,
-      layer_end;   // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
-  u32 layers;      // of the whole model
-  u32 epoch;       // tags of a token: epoch ... epoch + 2 * layers + 1; the next token's begin one later
-  u32 tokens;      // of each row in this launch, fewer if a row stops; more than 1 with all layers and on one rank only
-  u32 poll_limit;  // polls before a wait gives up
-  u32 max_pages;   // stride of block_table
-  u32 rank;        // of RANKS
+      layer_end;         // this launch runs these layers; it embeds if it begins at 0, samples if it ends at the last
+  u32 layers;            // of the whole model
+  u32 epoch;             // tags of a token: epoch ... epoch + 2 * layers + 1; the next token's begin one later
+  u32 tokens;            // of each row in this launch, fewer if a row stops; more than 1 in kernels for that only
+  u32 poll_limit;        // polls before a wait gives up
+  u32 max_pages;         // stride of block_table
+  u32 rank;              // of RANKS
   const u32* tokens_in;  // [ROWS] the tokens to run
   const u32* stops;      // [ROWS][STOPS] tokens at which a row stops; where there are fewer, none of the vocabulary
   // [tokens][ROWS] their positions, which are also the number of cached tokens before them

@@ -190,12 +190,19 @@ def unit(
     activations: str = "auto",
     *,
     timeline: bool = False,
+    many: bool = False,
 ) -> Unit:
     """What the toolchain compiles for one target.
 
-    activations: what weights meet, see activations.py. timeline: with stamps (hip/handoff/timeline.h).
+    activations: what weights meet, see activations.py. timeline: with stamps (hip/handoff/timeline.h). many: for
+    launches of several tokens.
     """
     activations = choose(formats, activations)
-    name = f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}{'-timeline' * timeline}".replace("+", "-")
+    name = (
+        f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}{'-timeline' * timeline}{'-many' * many}".replace(
+            "+", "-"
+        )
+    )
     header = model_header(config, formats, target, tp, activations)
-    return Unit(name, FOLDER / "decode.hip", {"model_config.h": header}, {"TIMELINE": 1} if timeline else {})
+    defines = {"TIMELINE": 1} if timeline else {"MANY_TOKENS": 1} if many else {}
+    return Unit(name, FOLDER / "decode.hip", {"model_config.h": header}, defines)

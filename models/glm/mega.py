@@ -146,6 +146,7 @@ class MegaPath:
         self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
         self._header = descriptor.load(kernel.FOLDER / "descriptor.h")
         self._function = self._load(artifact)
+        self._many: Function | None = None  # for several tokens a launch, made when first wanted
         resident = driver.max_blocks(self._function, kernel.THREADS, self._dynamic_lds)
         self.blocks = min(resident, driver.facts().compute_units) if blocks is None else blocks
         self._keep: list[torch.Tensor] = []  # tensors whose addresses the kernel has
@@ -307,7 +308,7 @@ class MegaPath:
     def _dynamic_lds(self) -> int:
         return kernel.LDS_WORDS[self.driver.arch] * 4 if self.driver.name == "cuda" else 0
 
-    def _load(self, artifact: Artifact | None) -> Function:
+    def _load(self, artifact: Artifact | None, many: bool = False) -> Function:
         if artifact is None:
             unit = kernel.unit(
                 self.config,
@@ -315,7 +316,8 @@ class MegaPath:
                 self.driver.arch,
                 activations=self.activations,
                 tp=self.weights.tp,
-                timeline=self.stamped,
+                timeline=self.stamped and not many,
+                many=many,
             )
             artifact = compile_unit(unit, self.driver.arch)
         stages = descriptor.load(kernel.FOLDER / "stages.h").enums["Stage"]
@@ -324,7 +326,10 @@ class MegaPath:
     def _launch(self) -> None:
         self._args_bytes.copy_(torch.frombuffer(bytearray(self._args), dtype=torch.uint8))
         address = self.driver.constant(self._args_bytes)
-        self.driver.launch(self._function, address, self.blocks, kernel.THREADS, self._dynamic_lds)
+        function = self._function
+        if self._count > 1:
+            self._many = function = self._many or self._load(None, many=True)
+        self.driver.launch(function, address, self.blocks, kernel.THREADS, self._dynamic_lds)
 
     def _raise_if_given_up(self) -> None:
         launch, *blocks = self._view("error", torch.int32).view(-1, ERROR_WORDS).tolist()
