@@ -278,6 +278,7 @@ void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
   explain(at, why, sizeof why);
   if (wanted != ANY) snprintf(what, sizeof what, "epoch %u", wanted);
   const History& w = at.region->history[at.word];
+  bool not_yet = wanted != ANY && (w.launch != launch.serial || (int)(w.epoch - wanted) < 0);
   bool stale = scope == PLAIN && at.region->epochs[at.word] == (wanted == ANY ? w.epoch : wanted);
   report("%s load by %s (XCD %d) stage %s task %u wants %s of byte %llu of %s and gets that of epoch %u: %s%s",
          scope == PLAIN          ? "plain"
@@ -285,7 +286,9 @@ void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
                                  : "system",
          block_name(self->wave->block->index), self->wave->block->xcd, stage_name(self->place.stage), self->place.task,
          what, (unsigned long long)at.word * 4, at.region->name, got, why,
-         stale ? ", a stale line; missing: acquire_device()" : "");
+         stale     ? ", a stale line; missing: acquire_device()"
+         : not_yet ? "; missing: anything that orders the load behind the store, or the store"
+                   : "");
 }
 
 }  // namespace
