@@ -191,7 +191,7 @@ double seconds_now() {
 // A look at what other processes may have stored, and now and then a poll of everybody: kernels count polls, and every 64 look
 // whether somebody gave up. False if nobody spins.
 bool wait_for_peers() {
-  constexpr double POLLS_PER_SECOND = 800;  // of a thread, at most; the driver counts on it
+  constexpr double POLLS_PER_SECOND = 400;  // of a thread, at most; the driver counts on it
   for (double end = seconds_now() + 1 / POLLS_PER_SECOND; seconds_now() < end; usleep(100)) {
     ++changes;
     if (wake_spinners(false)) return true;

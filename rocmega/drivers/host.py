@@ -307,7 +307,7 @@ class HostDriver:
 
     name = "host"
     arch = "host"
-    polls_per_second = 800  # with ranks in other processes; wait_for_peers in hip/host/scheduler.cpp
+    polls_per_second = 400  # with ranks in other processes; wait_for_peers in hip/host/scheduler.cpp
 
     def __init__(
         self,

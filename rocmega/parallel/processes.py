@@ -59,7 +59,7 @@ class TorchGroup(Agreement):
     ranks, PeerError if the others do not come.
     """
 
-    def __init__(self, size: int, *, wait_seconds: float = 5.0, setup_seconds: float = 120.0) -> None:
+    def __init__(self, size: int, *, wait_seconds: float = 4.0, setup_seconds: float = 120.0) -> None:
         import torch.distributed as dist
 
         if not wants_ranks() or int(os.environ["WORLD_SIZE"]) != size:
