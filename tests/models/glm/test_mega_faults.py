@@ -107,7 +107,7 @@ CAUGHT = [
     ),
     (
         Mutant("tags that come again", "glm/decode.hip",
-               "return a->epoch + version;", "return a->epoch + version % 4;"),
+               ": 0) + version; }", ": 0) + version % 4; }"),
         "epochs must grow",
     ),
     (
