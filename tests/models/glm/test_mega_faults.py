@@ -41,7 +41,7 @@ STUCK = [
     ),
     (
         Mutant("a wait for the wrong flag", "stages/attend.h",
-               "s.wait_flag(cache_flags + at.row, tag)", "s.wait_flag(cache_flags + at.row + 1, tag)"),
+               "written.wait(s, at.row, tag)", "written.wait(s, at.row + 1, tag)"),
         r"in stage attend, task \d+",
     ),
     (
