@@ -46,6 +46,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
   static constexpr int ENTRIES16 = 16 * STRIDE16, SCORES = (16 + SPLIT) * STRIDE16 * 4, P_STRIDE16 = SPLIT / PER_16 + 1;
   static constexpr int P_LOW16 = 16 * P_STRIDE16;
   static_assert(SCORES + K_PARTS * 16 * SPLIT <= LDS_WORDS, "attention does not fit in LDS");
+  static_assert((F::ACT_BYTES == 2 ? 2 : 1) * P_LOW16 <= ENTRIES16, "probabilities would lie over the entries");
 
   PairRows latent_query, query;
   const void* cache;  // [pages][PAGE][WIDTH_K]

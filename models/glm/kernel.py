@@ -21,6 +21,7 @@ KERNEL = "glm_decode"
 FOLDER = Path(__file__).resolve().parent
 ROWS = 16  # rows of a step: the free axis of the matrix tile
 THREADS = 256  # of a block, on every target
+LEAST_LATENT = 96  # of latent and shared key: attention's probabilities take the room of queries (hip/stages/attend.h)
 SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
 
 # Words of the large LDS array. One block owns its compute unit, so it may have nearly all: 64 KB on gfx942, 160 KB on
@@ -88,6 +89,8 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
     for name, value in {"index_head_dim": config.index_head_dim, "kv_lora_rank + rope": config.latent_dim}.items():
         if value % 32:
             yield f"{name} {value} is not a multiple of 32"
+    if config.latent_dim < LEAST_LATENT:
+        yield f"kv_lora_rank + rope {config.latent_dim} is less than {LEAST_LATENT}"
     if config.n_routed_experts > THREADS:
         yield f"n_routed_experts {config.n_routed_experts} is more than {THREADS}"
     if config.num_experts_per_tok > 14:

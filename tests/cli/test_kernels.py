@@ -85,4 +85,4 @@ def test_doctor_names_what_it_looked_for():
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     assert json.loads(result.stdout)["findings"]
-    assert "torch" in run(app, ["doctor"]).stdout
+    assert "PyTorch" in run(app, ["doctor"]).stdout
