@@ -8,10 +8,10 @@
 //
 // So an access is judged by what holds in every run that has these hand-offs, not by what the caches happened to hold. A
 // drain, a release, an acquire, a wait or a slot that is missing is found on the first seed, and by name.
-#include "order.h"
-
 #include <stdio.h>
 #include <stdlib.h>
+
+#include "order.h"
 
 namespace host {
 
