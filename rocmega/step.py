@@ -99,3 +99,24 @@ def check_tokens(tokens: torch.Tensor, vocab: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab:
         raise RequestError(f"token {low if low < 0 else high} is not in the vocabulary: ids go from 0 to {vocab - 1}.")
+
+
+def check_prompt(
+    tokens: torch.Tensor, position0: int, block_table: torch.Tensor, chunk: int, *, vocab: int, longest: int
+) -> int:
+    """Raises RequestError unless one request's tokens can run at position0 and the next; returns where they end.
+
+    tokens: integers [n]; block_table: int32 [pages] of the request; longest: the model's longest context.
+    """
+    from rocmega.cache import PAGE
+
+    check_tokens(tokens, vocab)
+    end = position0 + tokens.shape[0]
+    if end > longest:
+        raise RequestError(
+            f"{end} tokens are more than the {longest} of the model's longest context: shorten the prompt."
+        )
+    pages = -(-end // PAGE)
+    if position0 < 0 or chunk < 1 or pages > block_table.shape[0] or bool((block_table[:pages] < 0).any()):
+        raise RequestError(f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table.")
+    return end

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rocmega.checkpoint import INDEX
+from rocmega.errors import RequestError
 
 Stored = Iterable[tuple[str, torch.Tensor]]
+
+
+def copy_of(presets: Mapping[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    """A copy of a preset's config.json. Raises RequestError for an unknown name."""
+    if name not in presets:
+        raise RequestError(f"there is no preset {name!r}; known presets: {', '.join(presets)}.")
+    return json.loads(json.dumps(presets[name]))
 
 
 def write_files(

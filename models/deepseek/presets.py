@@ -8,7 +8,6 @@ that choose the same experts.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from rocmega.checkpoint.layouts import StoredMatrix
 from rocmega.checkpoint.quantize import quantize_fp8, quantize_mxfp4, quantize_mxfp8
 from rocmega.checkpoint.tiles import e8m0_values
 from rocmega.errors import RequestError
-from rocmega.models.common.presets import draw, generator, write_files
+from rocmega.models.common.presets import copy_of, draw, generator, write_files
 from rocmega.models.common.published import Expected
 from rocmega.models.deepseek.config import V4, V41, V41_TEXT, DeepseekConfig, from_dict
 from rocmega.models.deepseek.engram import TOKEN_MAP, primes
@@ -127,9 +126,7 @@ DTYPES = ("f32", "bf16", "mxfp4")
 
 def preset(name: str) -> dict[str, Any]:
     """A copy of a preset's config.json. Raises RequestError for an unknown name."""
-    if name not in PRESETS:
-        raise RequestError(f"there is no preset {name!r}; known presets: {', '.join(PRESETS)}.")
-    return json.loads(json.dumps(PRESETS[name]))
+    return copy_of(PRESETS, name)
 
 
 def write_checkpoint(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from rocmega.cache import PAGE
-from rocmega.errors import RequestError
 from rocmega.models.common.formulas import (
     Normed,
     attention_partial,
@@ -38,7 +37,7 @@ from rocmega.models.deepseek.formulas import (
 )
 from rocmega.models.deepseek.stages import LayerStages
 from rocmega.models.deepseek.weights import DeepseekWeights
-from rocmega.step import StepBatch, check_tokens
+from rocmega.step import StepBatch, check_prompt
 
 # Scores or gathered cache values that one block of attention may hold: 256 MB in float32.
 _BLOCK_VALUES = 1 << 26
@@ -91,18 +90,8 @@ class StandardPath:
         before position0 must be in the cache, and it must be the last thing that this request ran. Returns the last
         token's logits, float32 [vocab]. Raises RequestError for a token out of range or a table too short.
         """
-        check_tokens(tokens, self.config.vocab_size)
-        end = position0 + tokens.shape[0]
-        limit = self.config.max_position_embeddings
-        if end > limit:
-            raise RequestError(
-                f"{end} tokens are more than the {limit} of the model's longest context: shorten the prompt."
-            )
-        pages = -(-end // PAGE)
-        if position0 < 0 or chunk < 1 or pages > block_table.shape[0] or bool((block_table[:pages] < 0).any()):
-            raise RequestError(
-                f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table."
-            )
+        c = self.config
+        end = check_prompt(tokens, position0, block_table, chunk, vocab=c.vocab_size, longest=c.max_position_embeddings)
         for start in range(position0, end, chunk):
             positions = torch.arange(start, min(start + chunk, end))
             span = self._span(tokens[positions - position0][None], positions[None], block_table[None])

@@ -7,7 +7,6 @@ beyond index_topk. No value is one that hides an error: no zero bias, no unit no
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -20,7 +19,7 @@ from rocmega.checkpoint.layouts import scale_names
 from rocmega.checkpoint.quantize import quantize_fp8, quantize_mxfp4
 from rocmega.checkpoint.tiles import MX_GROUP, SCALE_BLOCK, dequantize_fp8, dequantize_mxfp4
 from rocmega.errors import RequestError
-from rocmega.models.common.presets import draw, write_files
+from rocmega.models.common.presets import copy_of, draw, write_files
 from rocmega.models.glm.config import MODEL_TYPE, GlmConfig, from_dict
 from rocmega.models.glm.published import QUANTIZABLE, Expected, expected_tensors, scale_name
 
@@ -116,9 +115,7 @@ _QUARK = {
 
 def preset(name: str) -> dict[str, Any]:
     """A copy of a preset's config.json. Raises RequestError for an unknown name."""
-    if name not in PRESETS:
-        raise RequestError(f"there is no preset {name!r}; known presets: {', '.join(PRESETS)}.")
-    return json.loads(json.dumps(PRESETS[name]))
+    return copy_of(PRESETS, name)
 
 
 def write_checkpoint(

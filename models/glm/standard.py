@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocmega.cache import PAGE, PagedCache
-from rocmega.errors import RequestError
 from rocmega.models.common.products import Products
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
@@ -20,7 +19,7 @@ from rocmega.models.glm.formulas import Normed, attention, deferred_rms_norm, in
 from rocmega.models.glm.shard import rank_config
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import GlmWeights
-from rocmega.step import StepBatch, check_tokens
+from rocmega.step import StepBatch, check_prompt
 
 if TYPE_CHECKING:
     from rocmega.parallel import Group
@@ -118,18 +117,8 @@ class StandardPath:
         before position0 must be in the cache. Returns the last token's logits, float32 [vocab]. Raises RequestError
         for a token out of range or a table too short.
         """
-        check_tokens(tokens, self.config.vocab_size)
-        end = position0 + tokens.shape[0]
-        limit = self.config.max_position_embeddings
-        if end > limit:
-            raise RequestError(
-                f"{end} tokens are more than the {limit} of the model's longest context: shorten the prompt."
-            )
-        pages = -(-end // PAGE)
-        if position0 < 0 or chunk < 1 or pages > block_table.shape[0] or bool((block_table[:pages] < 0).any()):
-            raise RequestError(
-                f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table."
-            )
+        c = self.config
+        end = check_prompt(tokens, position0, block_table, chunk, vocab=c.vocab_size, longest=c.max_position_embeddings)
         for start in range(position0, end, chunk):
             positions = torch.arange(start, min(start + chunk, end))
             hidden = self.forward(tokens[positions - position0][None], self._span(positions[None], block_table[None]))

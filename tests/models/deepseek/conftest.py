@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from rocmega.models.deepseek.config import DeepseekConfig, from_dir
 from rocmega.models.deepseek.reference import Reference
 from rocmega.models.deepseek.standard import StandardPath
 from rocmega.models.deepseek.weights import DeepseekWeights, pack
-from rocmega.step import StepBatch
+from tests.models.driven import Driven
 
 FAMILIES = ("deepseek-v4-tiny", "deepseek-v4.1-tiny")
 PROMPT = 75  # tokens: beyond the window, every ratio, index_topk and the candidates of the tiny models
@@ -28,7 +28,7 @@ STALE = 1e4  # what the caches hold where nothing of the request was written: la
 
 
 @dataclass
-class Model:
+class Model(Driven):
     """A packed model with a cache of its own, full of stale values."""
 
     config: DeepseekConfig
@@ -44,36 +44,6 @@ class Model:
         for pool in self.cache.pools.values():
             pool.fill_(STALE)
         self.path = StandardPath(self.config, self.weights, self.cache)
-
-    def prefill(self, request: str, tokens: torch.Tensor, position: int = 0, chunk: int = 512) -> torch.Tensor:
-        self.cache.grow(request, position + len(tokens))
-        return self.path.prefill(tokens, position, self.cache.block_table([request])[0], chunk)
-
-    def decode(self, rows: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-        """One step of rows (request, token, position)."""
-        requests, tokens, positions = zip(*rows, strict=True)
-        for request, position in zip(requests, positions, strict=True):
-            self.cache.grow(request, position + 1)
-        table = self.cache.block_table(requests)
-        return self.path.decode(StepBatch(_int32(tokens), _int32(positions), table))
-
-    def greedy(self, request: str, prompt: torch.Tensor, steps: int) -> tuple[list[int], torch.Tensor]:
-        """Prefill and single decode steps: tokens, and the logits row behind each."""
-        rows = [self.prefill(request, prompt)]
-        for step in range(steps - 1):
-            rows.append(self.decode([(request, int(rows[-1].argmax()), len(prompt) + step)])[0])
-        return [int(row.argmax()) for row in rows], torch.stack(rows)
-
-    def follow(self, request: str, prompt: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """As `greedy`, with the tokens given: the logits rows."""
-        rows = [self.prefill(request, prompt)]
-        for step, token in enumerate(tokens[:-1]):
-            rows.append(self.decode([(request, token, len(prompt) + step)])[0])
-        return torch.stack(rows)
-
-
-def _int32(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def load(directory: Path, **options) -> Model:

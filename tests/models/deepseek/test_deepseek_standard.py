@@ -10,6 +10,7 @@ from rocmega.models.common import formulas as shared
 from rocmega.models.deepseek import formulas, stages, standard
 from rocmega.step import StepBatch
 from tests.models.deepseek.conftest import FAMILIES, all_logits, reference_model
+from tests.models.driven import recorded, routing_again
 
 # Lengths around the window (16), entries of 1, 2, 4 and 16 tokens, the selection (8 entries: 8, 16 and 32 tokens), the
 # candidates (5 blocks of 4) and pages (64).
@@ -130,31 +131,18 @@ def test_rounded_logits_are_near_float32(name, dtype, model, prompt, monkeypatch
     """
     twin = model(name, dtype, dequantized=True)
     masks, selections, routes = [], [], []
-    monkeypatch.setattr(standard, "candidate_mask", _recording(formulas.candidate_mask, masks))
-    monkeypatch.setattr(standard, "select", _recording(shared.select, selections))
-    monkeypatch.setattr(stages, "route", _recording(shared.route, routes))
+    monkeypatch.setattr(standard, "candidate_mask", recorded(formulas.candidate_mask, masks))
+    monkeypatch.setattr(standard, "select", recorded(shared.select, selections))
+    monkeypatch.setattr(stages, "route", recorded(shared.route, routes))
     tokens, expected = twin.greedy("a", prompt, 12)
-
-    def chosen(scores, bias, topk, factor):
-        experts, _ = routes.pop(0)
-        weights = scores.gather(1, experts)
-        return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
 
     monkeypatch.setattr(standard, "candidate_mask", lambda *_: masks.pop(0))
     monkeypatch.setattr(standard, "select", lambda *_: selections.pop(0))
-    monkeypatch.setattr(stages, "route", chosen)
+    monkeypatch.setattr(stages, "route", routing_again(routes))
     rows = model(name, dtype).follow("a", prompt, tokens)
     assert not any((masks, selections, routes))
     errors = (rows - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.max() < 3e-2
-
-
-def _recording(function, calls):
-    def record(*args):
-        calls.append(function(*args))
-        return calls[-1]
-
-    return record
 
 
 # What cannot be run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from rocmega.models.glm import presets
 from rocmega.models.glm.config import GlmConfig, from_dir
 from rocmega.models.glm.standard import StandardPath
 from rocmega.models.glm.weights import GlmWeights, pack
-from rocmega.step import StepBatch
+from tests.models.driven import Driven
 from tests.models.glm.kit import Bench, Server
 
 PROMPT = 75  # tokens; more than three times the tiny models' index_topk
@@ -33,7 +33,7 @@ ODD = {
 
 
 @dataclass
-class Model:
+class Model(Driven):
     """A packed model with a cache of its own."""
 
     config: GlmConfig
@@ -45,38 +45,6 @@ class Model:
     def __post_init__(self):
         self.cache = PagedCache(self.config.cache_spec(self.weights.formats.cache), self.pages, TorchMemory())
         self.path = StandardPath(self.config, self.weights, self.cache)
-
-    def prefill(self, request: str, tokens: torch.Tensor, position: int = 0, chunk: int = 512) -> torch.Tensor:
-        self.cache.grow(request, position + len(tokens))
-        return self.path.prefill(tokens, position, self.cache.block_table([request])[0], chunk)
-
-    def decode(self, rows: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-        """One step of rows (request, token, position)."""
-        requests, tokens, positions = zip(*rows, strict=True)
-        for request, position in zip(requests, positions, strict=True):
-            self.cache.grow(request, position + 1)
-        table = self.cache.block_table(requests)
-        return self.path.decode(StepBatch(_int32(tokens), _int32(positions), table))
-
-    def greedy(
-        self, request: str, prompt: torch.Tensor, steps: int, chunk: int = 512
-    ) -> tuple[list[int], torch.Tensor]:
-        """Prefill and single decode steps: tokens, and the logits row behind each."""
-        rows = [self.prefill(request, prompt, chunk=chunk)]
-        for step in range(steps - 1):
-            rows.append(self.decode([(request, int(rows[-1].argmax()), len(prompt) + step)])[0])
-        return [int(row.argmax()) for row in rows], torch.stack(rows)
-
-    def follow(self, request: str, prompt: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """As `greedy`, with the tokens given: the logits rows."""
-        rows = [self.prefill(request, prompt)]
-        for step, token in enumerate(tokens[:-1]):
-            rows.append(self.decode([(request, token, len(prompt) + step)])[0])
-        return torch.stack(rows)
-
-
-def _int32(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 @pytest.fixture(scope="session", autouse=True)

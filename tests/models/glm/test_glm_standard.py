@@ -10,6 +10,7 @@ from rocmega.errors import RequestError
 from rocmega.models.common import formulas as shared
 from rocmega.models.glm import formulas, stages, standard
 from rocmega.step import StepBatch
+from tests.models.driven import recorded, routing_again
 
 FAMILIES = ("glm-5-tiny", "glm-5.2-tiny")
 
@@ -47,17 +48,12 @@ def test_rounded_logits_are_near_float32(name, dtype, activations, bound, model,
     """
     twin = model(name, dtype, dequantized=True)
     selections, routes = [], []
-    monkeypatch.setattr(standard, "select", _recording(formulas.select, selections))
-    monkeypatch.setattr(stages, "route", _recording(formulas.route, routes))
+    monkeypatch.setattr(standard, "select", recorded(formulas.select, selections))
+    monkeypatch.setattr(stages, "route", recorded(formulas.route, routes))
     tokens, expected = twin.greedy("a", prompt, 24)
 
-    def chosen(scores, bias, topk, factor):
-        experts, _ = routes.pop(0)
-        weights = scores.gather(1, experts)
-        return experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
-
     monkeypatch.setattr(standard, "select", lambda *_: selections.pop(0))
-    monkeypatch.setattr(stages, "route", chosen)
+    monkeypatch.setattr(stages, "route", routing_again(routes))
     subject = model(name, dtype)
     subject.path = standard.StandardPath(subject.config, subject.weights, subject.cache, activations=activations)
     rows = subject.follow("a", prompt, tokens)
@@ -67,14 +63,6 @@ def test_rounded_logits_are_near_float32(name, dtype, activations, bound, model,
     assert errors.max() < bound
     if activations == "fp8":
         assert errors.min() > 2e-2  # they were rounded
-
-
-def _recording(function, calls):
-    def record(*args):
-        calls.append(function(*args))
-        return calls[-1]
-
-    return record
 
 
 @pytest.mark.parametrize("chunk", [1, 13, 24, 64])

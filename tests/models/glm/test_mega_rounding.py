@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from rocmega.models.common.products import Products
 from rocmega.models.glm import formulas, stages, standard
 from rocmega.models.glm.standard import StandardPath
+from tests.models.driven import recorded
 from tests.models.glm.recording import LayerView, Recording
 from tests.models.glm.test_mega_stages import (
     ROWS_OF,
     SAME_ROUNDING,
     SAME_ROUNDING_OF_ATTEND,
     in_cache,
-    recorded,
 )
 
 # Eight layers of attention and eight stages more, if all their differences added up in the same direction.

@@ -16,6 +16,7 @@ import torch
 from rocmega import descriptor
 from rocmega.models.glm import formulas, kernel, stages, standard
 from rocmega.models.glm.stages import LayerStages
+from tests.models.driven import recorded
 from tests.models.glm.kit import POSITIONS, Bench
 from tests.models.glm.recording import LayerView, Recording
 
@@ -261,14 +262,6 @@ def test_the_whole_step_is_the_standard_paths(model, dtype, recording, monkeypat
     else:
         assert agree.sum() > subject.rows // 2
         assert ((subject.outcome.logits - logits).norm(dim=1) / logits.norm(dim=1))[agree].max() < 2e-2
-
-
-def recorded(function: Callable, calls: list) -> Callable:
-    def record(*args):
-        calls.append(function(*args))
-        return calls[-1]
-
-    return record
 
 
 @pytest.mark.parametrize(("model", "dtype"), MODELS)
