@@ -10,6 +10,7 @@
 //   in   the row's splits, after all their flags;  out  latent_out [row][head][LATENT] as tagged pairs
 // Splits have a fixed number of positions and are merged in order, so nothing depends on who computes them.
 #pragma once
+#include "stages/attend_tile.h"
 #include "stages/cache_entry.h"
 #include "stages/row_parts.h"
 
@@ -38,15 +39,8 @@ struct Selected {
 };
 
 template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Attend {
-  static constexpr int WIDTH_K = LATENT + ROPE, PER_16 = 16 / F::ACT_BYTES, STRIDE16 = WIDTH_K / PER_16 + 1;
-  static constexpr int MAX_SPLITS = (K + SPLIT - 1) / SPLIT, HEAD_BYTES = (NOPE + ROPE) * 4;
-  static constexpr int TILES = SPLIT / 16, K_PARTS = WAVES / TILES, K_STEPS = WIDTH_K / F::COLUMNS;
-  static_assert(WIDTH_K % F::COLUMNS == 0 && LATENT % 16 == 0, "");
-  // LDS: queries [16 heads][STRIDE16], later probabilities; entries [SPLIT][STRIDE16]; scores [K_PARTS][16 heads][SPLIT]
-  static constexpr int ENTRIES16 = 16 * STRIDE16, SCORES = (16 + SPLIT) * STRIDE16 * 4, P_STRIDE16 = SPLIT / PER_16 + 1;
-  static constexpr int P_LOW16 = 16 * P_STRIDE16;
-  static_assert(SCORES + K_PARTS * 16 * SPLIT <= LDS_WORDS, "attention does not fit in LDS");
-  static_assert((F::ACT_BYTES == 2 ? 2 : 1) * P_LOW16 <= ENTRIES16, "probabilities would lie over the entries");
+  static constexpr int WIDTH_K = LATENT + ROPE, MAX_SPLITS = (K + SPLIT - 1) / SPLIT;
+  using Tile = AttendTile<F, WIDTH_K, LATENT, SPLIT>;
 
   PairRows latent_query, query;
   const void* cache;  // [pages][PAGE][WIDTH_K]
@@ -69,11 +63,18 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       for (int group = 0; group < HEADS; group += 16) {
         if (!load_queries(s, at.row, group)) return false;  // ends with a barrier: entries are there too
         s.input_is_there();
-        scores(group);
+        u64 first = ((u64)at.row * MAX_SPLITS + at.part) * HEADS + group;
+        Tile::scores(heads_of(group));
         block_barrier();
-        probabilities(at, group, tag);
+        Tile::probabilities(entries(at), SOFTMAX_SCALE, [&](int head, f32 most, f32 sum) {
+          if (head >= heads_of(group)) return;
+          store_plain(partials.stat + (first + head) * 2, most, tag);
+          store_plain(partials.stat + (first + head) * 2 + 1, sum, tag);
+        });
         block_barrier();
-        weighted_sum(at, group, tag);
+        Tile::weighted_sum([&](int head, int channel, f32 v) {
+          if (head < heads_of(group)) store_plain(partials.out + (first + head) * LATENT + channel, v, tag);
+        });
         block_barrier();
       }
       s.announce(partials.flags + at.row * MAX_SPLITS + at.part, tag, Stored::PLAIN);
@@ -98,7 +99,7 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
     return s.all_ok(ok);
   }
   DEVICE void load_entries(RowPart at, u32 tag) const {
-    constexpr int UNITS = WIDTH_K / PER_16, TOTAL = SPLIT * UNITS, BATCH = 4;
+    constexpr int UNITS = WIDTH_K / Tile::PER_16, TOTAL = SPLIT * UNITS, BATCH = 4;
     int count = entries(at), me = thread_id();
     u32 first = written.first_of(at.row);
     for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
@@ -115,7 +116,8 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       UNROLL for (int b = 0; b < BATCH; ++b) {
         int i = from + b * THREADS + me;
         if (i >= TOTAL) continue;
-        UNROLL for (int w = 0; w < 4; ++w) lds[(ENTRIES16 + i / UNITS * STRIDE16 + i % UNITS) * 4 + w] = v[b].w[w];
+        UNROLL for (int w = 0; w < 4; ++w) lds[(Tile::ENTRIES16 + i / UNITS * Tile::STRIDE16 + i % UNITS) * 4 + w] =
+            v[b].w[w];
       }
     }
   }
@@ -139,88 +141,13 @@ template <class F, int HEADS, int NOPE, int ROPE, int LATENT, int K> struct Atte
       UNROLL for (int b = 0; b < BATCH; ++b) {
         int w = word(b);
         if (w < total)
-          put_activations<F>(w / WORDS * STRIDE16 * 4 + w % WORDS * F::ACT_BYTES / 2,
+          put_activations<F>(w / WORDS * Tile::STRIDE16 * 4 + w % WORDS * F::ACT_BYTES / 2,
                              {value_of(got[2 * b]), value_of(got[2 * b + 1])});
       }
     }
     return s.all_ok(ok);
   }
   DEVICE static int heads_of(int group) { return HEADS - group < 16 ? HEADS - group : 16; }
-  // Entries are the A operand (16 a tile), heads the free axis; waves split tiles, then K.
-  DEVICE void scores(int group) const {
-    int tile = wave_id() % TILES, part = wave_id() / TILES;
-    int last = heads_of(group) - 1;  // stands for those that are not there
-    Columns heads([last](int head) { return (head < last ? head : last) * STRIDE16; });
-    Columns rows([tile](int entry) { return ENTRIES16 + (tile * 16 + entry) * STRIDE16; });
-    Acc acc = {};
-    for (int step = part; step < K_STEPS; step += K_PARTS)
-      F::multiply({act_frag(rows, step * F::COLUMNS / PER_16 + frag_chunk())}, {}, heads, step * F::COLUMNS, acc);
-    UNROLL for (int i = 0; i < ACCS; ++i) {
-      set_lds_value(SCORES + (part * 16 + acc_col(i)) * SPLIT + tile * 16 + acc_row(i), acc.v[i]);
-    }
-  }
-  DEVICE f32 score(int head, int entry) const {
-    f32 sum = 0;
-    UNROLL for (int part = 0; part < K_PARTS; ++part) sum += lds_value(SCORES + (part * 16 + head) * SPLIT + entry);
-    return sum * SOFTMAX_SCALE;
-  }
-  // Softmax numerators of 16 heads x SPLIT entries, two neighbouring entries a thread, to where the queries were.
-  DEVICE void probabilities(RowPart at, int group, u32 tag) const {
-    static_assert(16 * SPLIT / 2 == THREADS, "");
-    int me = thread_id(), head = me / (SPLIT / 2), pair = me % (SPLIT / 2), count = entries(at);
-    f32 most = score(head, 0);
-    for (int e = 1; e < count; ++e) {
-      f32 x = score(head, e);
-      most = x > most ? x : most;
-    }
-    f32 p[2];
-    for (int j = 0; j < 2; ++j) p[j] = 2 * pair + j < count ? exp_exact(score(head, 2 * pair + j) - most) : 0.f;
-    int word = head * P_STRIDE16 * 4 + pair * F::ACT_BYTES / 2;
-    if constexpr (F::ACT_BYTES == 4) {
-      set_lds_value(word, p[0]), set_lds_value(word + 1, p[1]);
-    } else {  // as the sum of two bf16, 2^-17 exact: one would make the result depend on the split's maximum
-      u32 high = pack_bf16(p[0], p[1]);
-      lds[word] = high;
-      lds[word + P_LOW16 * 4] = pack_bf16(p[0] - from_bf16(high & 0xffff), p[1] - from_bf16(high >> 16));
-    }
-    if (pair == 0 && group + head < HEADS) {
-      f32 sum = 0;
-      for (int e = 0; e < count; ++e) sum += exp_exact(score(head, e) - most);
-      f32* stat = partials.stat + (((u64)at.row * MAX_SPLITS + at.part) * HEADS + group + head) * 2;
-      store_plain(stat, most, tag), store_plain(stat + 1, sum, tag);
-    }
-  }
-  // 16 channels of the latent a tile, entries transposed on the way out of LDS.
-  DEVICE void weighted_sum(RowPart at, int group, u32 tag) const {
-    constexpr int STEPS = SPLIT / F::COLUMNS, PER_CHUNK = F::COLUMNS / 4;
-    Columns high([](int head) { return head * P_STRIDE16; }), low([](int head) { return P_LOW16 + head * P_STRIDE16; });
-    for (int tile = wave_id(); tile < LATENT / 16; tile += WAVES) {
-      Acc acc = {};
-      UNROLL for (int step = 0; step < STEPS; ++step) {
-        Frag values;
-        UNROLL for (int p = 0; p < PIECES; ++p) {
-          UNROLL for (int i = 0; i < 4; ++i) {
-            int entry = step * F::COLUMNS + frag_chunk() * PER_CHUNK + i * PER_CHUNK / 4;
-            values.w[p][i] = channel(entry, tile * 16 + frag_row(p));
-          }
-        }
-        F::multiply({values}, {}, high, step * F::COLUMNS, acc);
-        if constexpr (F::ACT_BYTES == 2) F::multiply({values}, {}, low, step * F::COLUMNS, acc);
-      }
-      UNROLL for (int i = 0; i < ACCS; ++i) {
-        u64 head = group + acc_col(i), split = (u64)at.row * MAX_SPLITS + at.part;
-        if (head < HEADS)
-          store_plain(partials.out + (split * HEADS + head) * LATENT + tile * 16 + acc_row(i), acc.v[i], tag);
-      }
-    }
-  }
-  // A word of the A operand: channel c of entry e (and of the next, where two share a word).
-  DEVICE u32 channel(int e, int c) const {
-    int word = (ENTRIES16 + e * STRIDE16) * 4;
-    if constexpr (F::ACT_BYTES == 4) return lds[word + c];
-    u32 low = lds[word + c / 2], high = lds[word + STRIDE16 * 4 + c / 2];
-    return c % 2 ? low >> 16 | (high & 0xffff0000u) : (low & 0xffffu) | high << 16;
-  }
 };
 
 template <int HEADS, int LATENT, int MAX_SPLITS>

@@ -21,7 +21,7 @@ KERNEL = "glm_decode"
 FOLDER = Path(__file__).resolve().parent
 ROWS = 16  # rows of a step: the free axis of the matrix tile
 THREADS = 256  # of a block, on every target
-LEAST_LATENT = 96  # of latent and shared key: attention's probabilities take the room of queries (hip/stages/attend.h)
+LEAST_LATENT = 96  # of latent and shared key: no step of a narrower one has been tested
 SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
 
 # Words of the large LDS array. One block owns its compute unit, so it may have nearly all: 64 KB on gfx942, 160 KB on
