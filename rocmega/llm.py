@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rocmega import policy
 from rocmega.errors import RequestError, RocmegaError
 from rocmega.outputs import CompletionOutput as CompletionOutput
 from rocmega.outputs import RequestOutput as RequestOutput
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 Observer = Callable[[int, int, "torch.Tensor"], None]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
-PATHS = ("auto", "mega", "standard")
+PATHS = ("auto", *policy.PATHS)
 
 
 class LLM:
@@ -42,8 +43,9 @@ class LLM:
     model: a checkpoint directory (config.json and safetensors, as published). tensor_parallel_size: how many
     ranks share the model; every one is a process, `torchrun --nproc-per-node N program.py` starts them, and all make
     the same calls, each of which returns the whole result. device: "auto" (a GPU if torch sees one, else the CPU
-    target), "host", "hip" or "cuda". path: "auto" runs each step by the mega-task where it can and else
-    by the standard path, "mega" refuses instead of falling back, "standard" never uses the mega-task. max_rows: how
+    target), "host", "hip" or "cuda". path: "auto" runs each step by the mega-task where it can, else by
+    fused Triton kernels where they can, else by the standard path, or by the one that `rocmega tune` found to be the
+    fastest; "mega" and "fused" refuse instead of falling back, "standard" never uses either. max_rows: how
     many requests run at once, at most 16; others wait. max_model_len: the longest context, prompt and answer
     together; None is what the checkpoint allows, at most 4096. cache_pages: pages of 64 tokens of the cache; None is
     enough for max_rows requests of max_model_len. prefill_chunk: how many tokens of a prompt one step caches, and the
@@ -204,21 +206,22 @@ class LLM:
         """Counts since the model was loaded.
 
         prompt_tokens, of which reused_tokens were in the cache; generated_tokens; steps and tokens per path;
-        mega_coverage (the share of tokens that the mega-task produced, None before the first); drafted_tokens that were
-        guessed and accepted_tokens among them; launches_of_several_steps; fallback_reasons
-        (reason -> steps); finished (how -> requests); preemptions; prefill_seconds and decode_seconds; requests running
-        and waiting, and the cache's pages, as they are now.
+        coverage (each path's share of the tokens, None before the first) and mega_coverage, that of the mega-task;
+        drafted_tokens that were guessed and accepted_tokens among them; launches_of_several_steps; fallback_reasons
+        (why a step was not the mega-task's -> steps); finished (how -> requests); preemptions; prefill_seconds and
+        decode_seconds; requests running and waiting, and the cache's pages, as they are now.
         """
         counts, pages = self._engine.counts, self._engine.pages()
-        tokens = {path: counts.tokens[path] for path in ("mega", "standard")}
+        tokens = {path: counts.tokens[path] for path in policy.PATHS}
         generated = sum(tokens.values())
         return {
             "prompt_tokens": counts.prompt_tokens,
             "reused_tokens": counts.reused_tokens,
             "generated_tokens": generated,
-            "steps": {path: counts.steps[path] for path in ("mega", "standard")},
+            "steps": {path: counts.steps[path] for path in policy.PATHS},
             "tokens": tokens,
             "mega_coverage": tokens["mega"] / generated if generated else None,
+            "coverage": {path: count / generated for path, count in tokens.items()} if generated else None,
             "launches_of_several_steps": counts.launches,
             "drafted_tokens": counts.drafted,
             "accepted_tokens": counts.accepted,

@@ -1,7 +1,8 @@
-"""Which path runs a decode step: the mega-task, or the standard path in PyTorch.
+"""Which path runs a decode step: the mega-task, fused Triton kernels in a graph, or the standard path in PyTorch.
 
 `choose` is a pure function of the step's shape, so that every rank decides the same without talking. It denies by
-default: the mega-task runs only what is listed here as supported, and a refusal lists every reason, not the first.
+default: the mega-task and the fused path run only what is listed here as supported, and a refusal lists every reason,
+not the first. Of the paths that can run a step, the first of PATHS does, unless a later one was measured to be faster.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Path = Literal["mega", "standard"]
+StepPath = Literal["mega", "fused", "standard"]
+PATHS: tuple[StepPath, ...] = ("mega", "fused", "standard")  # the last runs everything
 
 MEGA_FAMILIES = frozenset({"glm_moe_dsa"})
 # Of the big matrices, and after a + of the experts where theirs is another. FNUZ is what packs for gfx942 hold.
@@ -21,15 +23,31 @@ MEGA_TARGETS = frozenset({"host", "gfx942", "gfx950", "sm_90"})
 MEGA_ROWS = 16  # the free axis of a matrix tile
 MEGA_FEATURES = frozenset({"greedy", "logits", "sampling", "drafts"})
 
+# Of the fused path, which is asked for the same features and has the same free axis.
+FUSED_FAMILIES = frozenset({"glm_moe_dsa"})
+FUSED_FORMATS = MEGA_FORMATS
+FUSED_TARGETS = frozenset({"gfx942", "gfx950", "sm_90"})  # Triton's interpreter is for tests
+
+
+NOT_LOADED = ("it has not been loaded",)
+
 
 @dataclass(frozen=True)
 class Measured:
-    """How long a step of `rows` rows took with `context` tokens in each cache, by either path, in milliseconds."""
+    """How long a step of `rows` rows took with `context` tokens in each cache, in milliseconds.
+
+    fused_ms: None where there was no fused path.
+    """
 
     rows: int
     context: int
     mega_ms: float
     standard_ms: float
+    fused_ms: float | None = None
+
+    def ms(self, path: StepPath) -> float | None:
+        """By one path, if it was measured."""
+        return {"mega": self.mega_ms, "fused": self.fused_ms, "standard": self.standard_ms}[path]
 
 
 @dataclass(frozen=True)
@@ -38,8 +56,9 @@ class StepShape:
 
     `rows` requests advance by `tokens_per_row` tokens each; `context` is the longest of them after the step. `family`
     is the config's model_type, `format` that of the big matrices, `target` what kernels are compiled for, `features`
-    what the step is asked to do. `missing` holds what the installation lacks (a compiler, a kernel), as sentences;
-    `measured` what `rocmega tune` found on this machine.
+    what the step is asked to do, `activations` what weights meet. `missing` holds what the mega-task lacks here (a
+    compiler, a kernel), as sentences, `fused_missing` what the fused path does; `measured` what `rocmega tune` found on
+    this machine.
     """
 
     family: str
@@ -52,16 +71,23 @@ class StepShape:
     tokens_per_row: int = 1
     ranks: int = 1
     features: frozenset[str] = frozenset({"greedy"})
+    activations: str = "bf16"
     missing: tuple[str, ...] = ()
+    fused_missing: tuple[str, ...] = NOT_LOADED
     measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The path of a step. `reasons` says why it is not the mega-task; empty if it is."""
+    """The path of a step.
 
-    path: Path
+    `reasons` says why it is not the mega-task, `fused_reasons` why, then, it is not the fused path either; both are
+    empty if it is the mega-task.
+    """
+
+    path: StepPath
     reasons: tuple[str, ...] = ()
+    fused_reasons: tuple[str, ...] = ()
 
 
 def _listed(what: str, value: str, supported: frozenset[str]) -> str | None:
@@ -76,7 +102,7 @@ def _family(shape: StepShape) -> str | None:
 
 def _features(shape: StepShape) -> str | None:
     unknown = sorted(shape.features - MEGA_FEATURES)
-    return f"the mega-task does not do: {', '.join(unknown)}" if unknown else None
+    return f"it does not do: {', '.join(unknown)}" if unknown else None
 
 
 def _tokens(shape: StepShape) -> str | None:
@@ -87,13 +113,20 @@ def _tokens(shape: StepShape) -> str | None:
 
 def _rows(shape: StepShape) -> str | None:
     limit = min(shape.max_rows, MEGA_ROWS)
-    return None if 1 <= shape.rows <= limit else f"{shape.rows} rows; the mega-task was built for 1 to {limit}"
+    return None if 1 <= shape.rows <= limit else f"{shape.rows} rows; kernels were built for 1 to {limit}"
 
 
 def _context(shape: StepShape) -> str | None:
     if 1 <= shape.context <= shape.max_model_len:
         return None
-    return f"a context of {shape.context} tokens; the mega-task was built for 1 to {shape.max_model_len}"
+    return f"a context of {shape.context} tokens; kernels were built for 1 to {shape.max_model_len}"
+
+
+def _rounded(shape: StepShape) -> str | None:
+    wanted = "f32" if shape.format == "f32" else "bf16"
+    if shape.activations == wanted:
+        return None
+    return f"activations {shape.activations!r}; with {shape.format} weights it has {wanted}"
 
 
 def _ranks(shape: StepShape) -> str | None:
@@ -111,17 +144,23 @@ def nearest(measured: Iterable[Measured], rows: int, context: int) -> Measured |
     return next((cell for cell in there if cell.rows >= rows), there[-1] if there else None)
 
 
-def _slower(shape: StepShape) -> str | None:
+def _slower(shape: StepShape, path: StepPath, others: Iterable[StepPath]) -> str | None:
     cell = nearest(shape.measured, shape.rows, shape.context)
-    if cell is None or cell.mega_ms <= cell.standard_ms:
+    mine = None if cell is None else cell.ms(path)
+    if cell is None or mine is None:
         return None
+    times = [(ms, other) for other in others if (ms := cell.ms(other)) is not None]
+    if not times or mine <= min(times)[0]:
+        return None
+    best, name = min(times)
     return (
-        f"measured here with {cell.rows} rows and {cell.context} tokens: {cell.mega_ms:.3g} ms, and "
-        f"{cell.standard_ms:.3g} ms by the standard path"
+        f"measured here with {cell.rows} rows and {cell.context} tokens: {mine:.3g} ms, and {best:.3g} ms by the "
+        f"{name} path"
     )
 
 
-RULES: tuple[Callable[[StepShape], str | None], ...] = (
+Rules = tuple[Callable[[StepShape], str | None], ...]
+MEGA_RULES: Rules = (
     _family,
     lambda shape: _listed("weight format", shape.format, MEGA_FORMATS),
     lambda shape: _listed("target", shape.target, MEGA_TARGETS),
@@ -130,11 +169,35 @@ RULES: tuple[Callable[[StepShape], str | None], ...] = (
     _rows,
     _context,
     _ranks,
-    _slower,
+)
+FUSED_RULES: Rules = (
+    lambda shape: _listed("model family", shape.family, FUSED_FAMILIES),
+    lambda shape: _listed("weight format", shape.format, FUSED_FORMATS),
+    lambda shape: _listed("target", shape.target, FUSED_TARGETS),
+    _rounded,
+    _features,
+    _tokens,
+    _rows,
+    _context,
+    lambda shape: None if shape.ranks == 1 else f"{shape.ranks} ranks: it does not sum their shares",
 )
 
 
+def refusals(shape: StepShape, path: StepPath) -> tuple[str, ...]:
+    """All reasons why a path cannot run a step, whatever was measured; none if it can."""
+    if path == "standard":
+        return ()
+    missing, rules = (shape.missing, MEGA_RULES) if path == "mega" else (shape.fused_missing, FUSED_RULES)
+    return missing + tuple(reason for rule in rules if (reason := rule(shape)) is not None)
+
+
 def choose(shape: StepShape) -> Decision:
-    """The path for a step of this shape, with all reasons if it is not the mega-task."""
-    reasons = shape.missing + tuple(reason for rule in RULES if (reason := rule(shape)) is not None)
-    return Decision("standard", reasons) if reasons else Decision("mega")
+    """The path for a step of this shape, with all reasons why it is not one before it."""
+    mega, fused = refusals(shape, "mega"), refusals(shape, "fused")
+    slower = _slower(shape, "mega", ("standard",) if fused else ("fused", "standard"))
+    mega += () if slower is None else (slower,)
+    if not mega:
+        return Decision("mega")
+    slower = _slower(shape, "fused", ("standard",))
+    fused += () if slower is None else (slower,)
+    return Decision("standard" if fused else "fused", mega, fused)

@@ -10,10 +10,21 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rocmega.errors import ConfigError, DriverError, PeerError, RequestError, ToolchainError
-from rocmega.policy import MEGA_FAMILIES, MEGA_ROWS, Decision, Measured, StepShape, choose
+from rocmega.policy import (
+    MEGA_FAMILIES,
+    MEGA_ROWS,
+    NOT_LOADED,
+    PATHS,
+    Decision,
+    Measured,
+    StepPath,
+    StepShape,
+    choose,
+    refusals,
+)
 from rocmega.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -93,7 +104,8 @@ class Runner:
         self._blocks = blocks
         self._stamped = timeline
         self._progress = progress
-        self._missing: tuple[str, ...] = ()
+        self._missing: tuple[str, ...] = NOT_LOADED
+        self._fused_missing: tuple[str, ...] = NOT_LOADED
         self._numbers = itertools.count()
         self.driver = self._open_driver(device, path, seed)
         if self.group is not None:
@@ -105,15 +117,18 @@ class Runner:
             self.config, self.weights, self.cache, activations=self.activations, **self._shared()
         )
         self._mega: Any = None
+        self._fused: Any = None
         self._measured: tuple[Measured, ...] = ()
-        if path != "standard":
-            try:
+        try:
+            if path in ("auto", "mega"):
                 self._prepare_mega(may_fall_back=path == "auto")
-            except BaseException:
-                self.close()  # nobody else can: there is no runner to close
-                raise
-            if self.tp == 1:  # a rank's own measurements could send it another way than the others
-                self.use_measurements()
+            if path in ("auto", "fused"):
+                self._prepare_fused()
+        except BaseException:
+            self.close()  # nobody else can: there is no runner to close
+            raise
+        if path == "auto" and self.tp == 1:  # a rank's own measurements could send it another way than the others
+            self.use_measurements()
 
     @property
     def device(self) -> torch.device:
@@ -179,9 +194,9 @@ class Runner:
     ) -> Step:
         """Runs one token of each row and gives the next one of each.
 
-        Several rows of one sequence, one after the other, are its successive tokens. path: "auto", "mega" or
-        "standard". choices: how each row's token is chosen; None is the largest logit. Raises RequestError if "mega"
-        was asked for and cannot be, with all reasons.
+        Several rows of one sequence, one after the other, are its successive tokens. path: "auto", or one by name.
+        choices: how each row's token is chosen; None is the largest logit. Raises RequestError if the path that was
+        asked for cannot run it, with all reasons.
         """
         choices = choices or [None] * len(rows)
         features = {"sampling" if any(choices) else "greedy"} | ({"logits"} if logits else set())
@@ -194,7 +209,7 @@ class Runner:
             result = self._mega.decode(batch, logits=logits, choices=choices)
             step = Step(decision, result.tokens.tolist(), result.logits)
         else:
-            values = self.standard.decode(batch)
+            values = (self._fused if decision.path == "fused" else self.standard).decode(batch)
             step = Step(decision, _choose(values, choices), values)
         for sequence, _ in rows:
             sequence.length += 1
@@ -230,20 +245,26 @@ class Runner:
         steps: int = 1,
     ) -> Decision:
         """The path of the next step of these rows."""
-        if path == "standard":
-            return Decision("standard")
         context = max(_positions(sequences)) + steps
         shape = self._shape(len(sequences), context, features)
-        decision = choose(replace(shape, measured=self._measured) if path == "auto" else shape)
-        if path == "mega" and decision.reasons:
-            raise RequestError(f"The mega-task cannot run this step: {'; '.join(decision.reasons)}. Use path='auto'.")
-        return decision
+        if path == "auto":
+            return choose(replace(shape, measured=self._measured))
+        asked = cast("StepPath", path)
+        if reasons := refusals(shape, asked):
+            names = {"mega": "mega-task", "fused": "fused path"}
+            raise RequestError(f"The {names[asked]} cannot run this step: {'; '.join(reasons)}. Use path='auto'.")
+        return Decision(asked)
 
     def use_measurements(self) -> None:
         """From now on path "auto" knows what `rocmega tune` has found for this model on this device."""
         from rocmega.tuning import load
 
         self._measured = load(self)
+
+    @property
+    def paths(self) -> tuple[StepPath, ...]:
+        """The paths that are loaded."""
+        return tuple(path for path in PATHS if {"mega": self._mega, "fused": self._fused}.get(path, True) is not None)
 
     @property
     def measured(self) -> tuple[Measured, ...]:
@@ -353,7 +374,9 @@ class Runner:
         return spec.open(pages, self.max_rows, self.driver or TorchMemory(self._torch_device))
 
     def _prepare_mega(self, may_fall_back: bool) -> None:
-        if choose(self._shape(rows=1, context=1)).reasons:
+        if self.driver is not None:
+            self._missing = ()
+        if refusals(self._shape(rows=1, context=1), "mega"):
             return  # each step will say why
         self._progress("preparing the mega-task")
         try:
@@ -374,6 +397,18 @@ class Runner:
                 raise
             self._missing = (str(error),)
 
+    def _prepare_fused(self) -> None:
+        self._fused_missing = ()
+        if refusals(self._shape(rows=1, context=1), "fused"):
+            return  # each step will say why
+        from rocmega.fused.steps import FusedSteps
+
+        try:
+            model = (self.config, self.weights, self.cache)
+            self._fused = FusedSteps(lambda: self._module("fused"), *model, max_model_len=self.max_model_len)
+        except ConfigError as error:
+            self._fused_missing = (str(error),)
+
     def _shape(self, rows: int, context: int, features: frozenset[str] = frozenset({"greedy"})) -> StepShape:
         return StepShape(
             family=self.family,
@@ -385,7 +420,9 @@ class Runner:
             max_model_len=self.max_model_len,
             ranks=self.tp,
             features=features,
+            activations=self.activations,
             missing=self._missing,
+            fused_missing=self._fused_missing,
         )
 
     def _batch(self, rows: Sequence[tuple[CachedSequence, int]]) -> StepBatch:

@@ -1,6 +1,6 @@
-"""How long a decode step takes on this machine by either path: measured once, kept beside the compiled kernels.
+"""How long a decode step takes on this machine by each path: measured once, kept beside the compiled kernels.
 
-`choose` (rocmega.policy) looks at it: where the standard path was measured to be faster, it runs the step.
+`choose` (rocmega.policy) looks at it: the path that was measured to be faster runs the step.
 """
 
 from __future__ import annotations
@@ -73,19 +73,20 @@ def save(runner: Runner, cells: Sequence[Measured]) -> Path:
 def measure(
     runner: Runner, rows: Sequence[int], contexts: Sequence[int], progress: Progress = silent
 ) -> list[Measured]:
-    """Times steps of so many rows, each with so many tokens in its cache, by both paths, by turns.
+    """Times steps of so many rows, each with so many tokens in its cache, by every path that is loaded, by turns.
 
     The caches hold what they hold: zeros after loading. Raises RequestError if the mega-task cannot run here.
     """
     cells = [(count, context) for context in contexts for count in rows]
+    paths = ("mega", *(path for path in runner.paths if path != "mega"))
     out = []
     for done, (count, context) in enumerate(cells):
         progress(f"{count} rows, {context} tokens", done, len(cells))
         sequences = [runner.sequence() for _ in range(count)]
         try:
-            times: dict[str, list[float]] = {"mega": [], "standard": []}
+            times: dict[str, list[float]] = {path: [] for path in paths}
             for turn in range(STEPS + 2):
-                for path in ("mega", "standard") if turn % 2 else ("standard", "mega"):
+                for path in paths if turn % 2 else reversed(paths):
                     seconds = _step(runner, sequences, context, path)
                     if turn >= 2:
                         times[path].append(seconds * 1e3)

@@ -21,7 +21,7 @@ def decode(
     tokens: list[str] = typer.Option([], metavar="IDS", help="A prompt as ids: 1,2,3. Repeat for several rows."),
     prompt: list[str] = typer.Option([], metavar="TEXT", help="A prompt as text. Repeat for several rows."),
     max_new_tokens: int = typer.Option(16, min=1, help="How many tokens to generate at most."),
-    path: str = typer.Option("auto", help="mega, standard, or auto: mega where it can."),
+    path: str = typer.Option("auto", help="mega, fused, standard, or auto: the first that can."),
     blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     seed: int | None = typer.Option(None, help="Of the CPU target's scheduler. Any seed gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
@@ -46,8 +46,8 @@ def decode(
     for name, file in (("save-logits", save_logits), ("timeline", timeline)):
         if file is not None and not file.absolute().parent.is_dir():
             raise RequestError(f"--{name} {file}: its folder does not exist.")
-    if timeline is not None and path == "standard":
-        raise RequestError("--timeline: there is no timeline of the standard path, only of the mega-task.")
+    if timeline is not None and path in ("standard", "fused"):
+        raise RequestError(f"--timeline: there is no timeline of the {path} path, only of the mega-task.")
     saved = _SavedLogits(len(prompts))
     with progress(quiet=json) as show:
         llm = LLM(
@@ -173,9 +173,7 @@ def _print(llm: LLM, results: list[RequestOutput]) -> None:
         table.add_row(str(row), Text(shown), ids, Text(answer.text or "(no tokenizer)"), answer.finish_reason)
     out.print(table)
     metrics = llm.metrics()
-    steps = metrics["steps"]
-    out.print(
-        f"{steps['mega']} steps by the mega-task, {steps['standard']} by the standard path, on {llm.runner.where}"
-    )
+    ran = [f"{steps} by the {path} path" for path, steps in metrics["steps"].items() if steps]
+    out.print(f"Steps: {', '.join(ran)}, on {llm.runner.where}")
     for reason, count in metrics["fallback_reasons"].items():
         out.print(Text(f"{count} steps fell back: {reason}"))

@@ -17,7 +17,7 @@ def serve(
         None, envvar="ROCMEGA_API_KEY", help="Asked of every client. The environment variable keeps it out of `ps`."
     ),
     model_name: str | None = typer.Option(None, help="What clients call the model; the folder's name if not given."),
-    path: str = typer.Option("auto", help="mega, standard, or auto: mega where it can."),
+    path: str = typer.Option("auto", help="mega, fused, standard, or auto: the first that can."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
     max_rows: int = typer.Option(16, min=1, help="How many requests run together; others wait."),
     max_model_len: int | None = typer.Option(None, min=2, help="Longest context, prompt and answer together."),

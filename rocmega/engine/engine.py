@@ -79,7 +79,7 @@ def busy(waiting: int) -> BusyError:
 class Engine:
     """Runs requests over a runner's paged cache, up to `runner.max_rows` at once. Threads may share it.
 
-    path: "auto", "mega" or "standard", as for `rocmega.LLM`. prefill_chunk: how many tokens of a prompt one step
+    path: "auto", or one by name, as for `rocmega.LLM`. prefill_chunk: how many tokens of a prompt one step
     caches, a multiple of the page's 64; also the grain in which prompts share their beginning. draft_tokens: how many
     tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. tokens_per_launch: how many
     steps the mega-task may do in one launch, where nothing has to happen between them on the host. max_waiting: how
@@ -358,7 +358,7 @@ class Engine:
             for request, token in zip(requests, tokens, strict=True):
                 if not request.finished:  # a stop text may have ended it, of which the launch does not know
                     self._acceptor.accept(request, token, None)
-                    request.mega_tokens += 1
+                    request.by_path["mega"] += 1
                     self.counts.tokens["mega"] += 1
         for request in requests:
             if request.finished:
@@ -392,7 +392,7 @@ class Engine:
 
     def _count(self, run: Run, path: str, new: int) -> None:
         request = run.request
-        request.mega_tokens += new * (path == "mega")
+        request.by_path[path] += new
         request.drafted += len(run.drafts)
         request.accepted += new - 1
         self.counts.tokens[path] += new

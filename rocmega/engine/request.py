@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ class Request:
         changed: called after each step that changed the request, in the thread that stepped.
     Fields the engine sets:
         token_ids: the answer. finish_reason, stop_reason: why it ended. error: what went wrong, if something did.
-        mega_tokens: how many of the answer's tokens the mega-task produced. reused_tokens: of the prompt, those whose
+        by_path: how many of the answer's tokens each path produced. reused_tokens: of the prompt, those whose
         cache entries were there already. preemptions: how often its pages were taken from it. drafted, accepted: how
         many tokens were guessed, and how many of them right.
     """
@@ -47,7 +48,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: RocmegaError | None = None
-    mega_tokens: int = 0
+    by_path: Counter[str] = field(default_factory=Counter)
     reused_tokens: int = 0
     preemptions: int = 0
     drafted: int = 0
@@ -100,7 +101,7 @@ class Request:
             self.cumulative_logprob if wanted else None,
             list(self.logprobs) if wanted else None,
         )
-        coverage = self.mega_tokens / len(self.token_ids) if self.token_ids else None
+        coverage = self.by_path["mega"] / len(self.token_ids) if self.token_ids else None
         return RequestOutput(
             self.request_id,
             self.prompt,
@@ -111,6 +112,7 @@ class Request:
             coverage,
             self.drafted,
             self.accepted,
+            dict(self.by_path),
         )
 
 

@@ -45,8 +45,11 @@ class Shape(ABC):
             self._choice(index, self.content(output.outputs[0].text), output.outputs[0], 0)
             for index, output in enumerate(outputs)
         ]
-        coverage = [output.mega_coverage for output in outputs]
-        return self._envelope(self.object, choices) | {"usage": usage(outputs), "mega_coverage": coverage}
+        coverage = {
+            "mega_coverage": [output.mega_coverage for output in outputs],
+            "tokens_by_path": [output.tokens_by_path for output in outputs],
+        }
+        return self._envelope(self.object, choices) | {"usage": usage(outputs)} | coverage
 
     def piece(self, text: str, output: RequestOutput, sent: int) -> dict[str, Any]:
         """What is new since `sent` tokens: their text, and how it ends if it does."""

@@ -47,7 +47,7 @@ def test_the_mega_task_takes_the_same(tiny_checkpoint):
     tokens, _, _, _ = generate(checkpoint, path="standard", activations="f32")
     mega = generate(checkpoint, path="mega", device="host", activations="f32")
     assert mega[0] == tokens
-    assert mega[3] == {"mega": 3, "standard": 0}
+    assert mega[3] == {"mega": 3, "fused": 0, "standard": 0}
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def test_weights_are_packed_for_the_device(tiny_checkpoint, monkeypatch):
     [(unit, target)] = built
     assert (unit.name, target) == ("glm-fp8_fnuz-bf16-abf16-tp1", "gfx942")
     assert tokens == expected[0]
-    assert steps == {"mega": 0, "standard": 3}
+    assert steps == {"mega": 0, "fused": 0, "standard": 3}

@@ -113,7 +113,7 @@ def test_metrics_count_what_ran(tiny):
         metrics = llm.metrics()
     assert metrics["prompt_tokens"] == 4
     assert metrics["generated_tokens"] == 10
-    assert metrics["steps"] == {"mega": 0, "standard": 5}
+    assert metrics["steps"] == {"mega": 0, "fused": 0, "standard": 5}
     assert metrics["mega_coverage"] == 0
     assert metrics["decode_seconds"] > 0
 

@@ -24,7 +24,7 @@ def standard(tiny):
 def test_the_mega_task_gives_the_same_tokens(tiny, standard, settings):
     tokens, metrics = generate(tiny, device="host", **settings)
     assert tokens == standard
-    assert metrics["steps"] == {"mega": 3, "standard": 0}
+    assert metrics["steps"] == {"mega": 3, "fused": 0, "standard": 0}
     assert metrics["mega_coverage"] == 1
     assert metrics["fallback_reasons"] == {}
 
@@ -38,7 +38,7 @@ def no_compiler(monkeypatch, tmp_path):
 def test_without_a_compiler_auto_falls_back_and_says_why(tiny, standard, no_compiler):
     tokens, metrics = generate(tiny, device="host")
     assert tokens == standard
-    assert metrics["steps"] == {"mega": 0, "standard": 3}
+    assert metrics["steps"] == {"mega": 0, "fused": 0, "standard": 3}
     [(reason, steps)] = metrics["fallback_reasons"].items()
     assert "/nowhere/c++" in reason
     assert steps == 3
@@ -63,5 +63,5 @@ def test_a_step_that_cannot_be_mega_leaves_the_others_alone(tiny, standard, monk
     with LLM(tiny, device="host", max_rows=3, max_model_len=128) as llm:
         sampling = [SAMPLING, SamplingParams(max_tokens=1), SAMPLING]
         outputs = llm.generate(PROMPTS, sampling)
-        assert llm.metrics()["steps"] == {"mega": 2, "standard": 1}
+        assert llm.metrics()["steps"] == {"mega": 2, "fused": 0, "standard": 1}
     assert [output.outputs[0].token_ids for output in outputs] == [standard[0], standard[1][:1], standard[2]]

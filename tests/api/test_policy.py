@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rocmega.policy import MEGA_FAMILIES, MEGA_FORMATS, MEGA_ROWS, MEGA_TARGETS, Measured, StepShape, choose, nearest
+from rocmega.policy import (
+    MEGA_FAMILIES,
+    MEGA_FORMATS,
+    MEGA_ROWS,
+    MEGA_TARGETS,
+    NOT_LOADED,
+    Measured,
+    StepShape,
+    choose,
+    nearest,
+)
 
 SHAPE = StepShape(
     family="glm_moe_dsa", format="f32", target="host", rows=3, context=100, max_rows=16, max_model_len=4096
@@ -95,3 +105,53 @@ def test_the_next_larger_measurement_stands_for_a_step(rows, context, cell):
     found = nearest(measured, rows, context)
     assert (found.rows, found.context) == cell
     assert nearest([], rows, context) is None
+
+
+FUSED = replace(SHAPE, target="sm_90", format="fp8", fused_missing=())
+NO_MEGA = replace(FUSED, missing=("no compiler",))
+
+
+def test_the_fused_path_is_for_what_the_mega_task_cannot_run():
+    assert choose(FUSED).path == "mega"
+    decision = choose(NO_MEGA)
+    assert (decision.path, decision.reasons, decision.fused_reasons) == ("fused", ("no compiler",), ())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fused_missing", NOT_LOADED),
+        ("family", "deepseek_v4"),
+        ("format", "int4"),
+        ("target", "host"),
+        ("activations", "fp8"),
+        ("features", frozenset({"no_such_feature"})),
+        ("tokens_per_row", 2),
+        ("rows", 17),
+        ("context", 4097),
+        ("ranks", 2),
+    ],
+)
+def test_the_fused_path_denies_by_default(field, value):
+    decision = choose(replace(NO_MEGA, **{field: value}))
+    assert decision.path == "standard"
+    assert len(decision.fused_reasons) == 1
+    named = value if isinstance(value, (str, int)) else sorted(value)[0]
+    assert str(named) in decision.fused_reasons[0]
+
+
+@given(st.tuples(*[st.sampled_from([1.0, 2.0, 3.0])] * 3), st.booleans(), st.booleans())
+def test_the_fastest_of_those_that_can_run_it(times, mega, fused):
+    """Of equals the first."""
+    cell = Measured(16, 4096, times[0], times[2], times[1])
+    shape = replace(FUSED, measured=(cell,), missing=() if mega else ("m",), fused_missing=() if fused else ("f",))
+    able = [path for path, can in (("mega", mega), ("fused", fused), ("standard", True)) if can]
+    decision = choose(shape)
+    assert decision.path == min(able, key=cell.ms)
+    assert bool(decision.reasons) == (decision.path != "mega")
+    assert bool(decision.fused_reasons) == (decision.path == "standard")
+
+
+def test_what_was_not_measured_stands_by_its_order():
+    assert choose(replace(FUSED, measured=(Measured(16, 4096, 1.0, 2.0),))).path == "mega"
+    assert choose(replace(NO_MEGA, measured=(Measured(16, 4096, 1.0, 2.0),))).path == "fused"

@@ -66,7 +66,7 @@ def test_auto_takes_what_was_faster_and_says_so(tiny, cache):
     with LLM(tiny, **settings) as llm:
         llm.generate([[1], [2], [3]], [SamplingParams(max_tokens=n) for n in (1, 1, 3)])
         metrics = llm.metrics()
-        assert metrics["steps"] == {"mega": 2, "standard": 1}
+        assert metrics["steps"] == {"mega": 2, "fused": 0, "standard": 1}
         [reason] = metrics["fallback_reasons"]
         assert "3 rows and 64 tokens: 3 ms, and 2 ms" in reason
         assert metrics["mega_coverage"] == pytest.approx(2 / 5)

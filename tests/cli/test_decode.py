@@ -32,7 +32,7 @@ def test_json_is_one_object_and_nothing_else(tiny, expected):
     assert [output["token_ids"] for output in report["outputs"]] == expected
     assert [output["prompt_token_ids"] for output in report["outputs"]] == [[3, 1, 4], [9]]
     assert {output["finish_reason"] for output in report["outputs"]} == {"length"}
-    assert report["metrics"]["steps"] == {"mega": 0, "standard": 5}
+    assert report["metrics"]["steps"] == {"mega": 0, "fused": 0, "standard": 5}
     assert report["activations"] == "f32"
 
 
