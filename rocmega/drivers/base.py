@@ -100,7 +100,11 @@ class Driver(Protocol):
     name: str  # "host", "hip" or "cuda"
     arch: str  # what to compile for: an entry of rocmega.toolchain.TARGETS
     device: torch.device  # where tensors for this driver live
-    polls_per_second: int  # at most, of a thread that waits for another rank
+
+    @property
+    def polls_per_second(self) -> int:
+        """At most, of a thread that waits for another rank."""
+        ...
 
     def facts(self) -> DeviceFacts:
         """What is known about the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +77,6 @@ class GpuDriver(ABC):
     name: str
     arch: str
     device: torch.device
-    polls_per_second = 1_000_000  # a load past all caches and a short sleep
 
     def __init__(self, index: int, arch: str) -> None:
         import torch
@@ -93,6 +93,13 @@ class GpuDriver(ABC):
         if self._facts is None:
             self._facts = self._read_facts()
         return self._facts
+
+    @functools.cached_property
+    def polls_per_second(self) -> int:
+        """Measured on the device when it is first asked for."""
+        from rocmega.drivers.polls import per_second
+
+        return per_second(self)
 
     def shared(self, name: str, nbytes: int, *, peers: bool = False) -> SharedBuffer:
         """Zeroed device memory outside torch's caching allocator, so that its address and lifetime are ours.

@@ -153,3 +153,9 @@ def test_a_kernel_that_is_not_there(driver: GpuDriver, meet, tmp_path: Path) -> 
     module = driver.load(compile(Unit("meet", tmp_path / "meet.hip"), driver.arch))
     with pytest.raises(DriverError, match="has no kernel 'part'"):
         module.function("part")
+
+
+def test_how_long_a_poll_takes(driver: GpuDriver) -> None:
+    """Past all caches and back, and a short sleep: a tenth of a microsecond to ten of them."""
+    assert 100_000 < driver.polls_per_second < 10_000_000
+    print(f"{driver.polls_per_second} polls a second")
