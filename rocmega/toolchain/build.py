@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -77,8 +78,7 @@ def assembly(unit: Unit, target: str) -> str:
 
 def _cached_or_made(unit: Unit, target: str, compiler: Compiler, progress: Progress | None) -> Artifact:
     snapshot = Snapshot.take(unit)
-    source = snapshot.key(target, recipes.flags(target, compiler.style))
-    key = hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
+    source, key = _keys(snapshot, target, compiler)
     entry = store.root() / target / f"{unit.name}-{key}"
     artifact = _artifact(entry, unit, target, cached=True)
     if artifact is None:
@@ -94,13 +94,27 @@ def _cached_or_made(unit: Unit, target: str, compiler: Compiler, progress: Progr
     return artifact
 
 
+def _keys(snapshot: Snapshot, target: str, compiler: Compiler) -> tuple[str, str]:
+    """Of the sources, and of them with the compiler."""
+    source = snapshot.key(target, recipes.flags(target, compiler.style))
+    return source, hashlib.sha256(f"{source} {compiler.style} {compiler.version}".encode()).hexdigest()[:32]
+
+
 def _make(snapshot: Snapshot, target: str, compiler: Compiler, entry: Path, source: str) -> None:
     """Builds in a folder of its own and moves the results to their place when they are complete."""
     store.discard(entry)
     with store.workspace() as folder:
         snapshot.write(folder)
         start = time.perf_counter()
-        log = _run_steps(snapshot, target, compiler, folder)
+        *compiling, last = recipes.steps(snapshot, target, compiler)
+        log = _run_steps(compiling, snapshot, target, compiler, folder)
+        if family(target) == "host":
+            _bring_runtime(snapshot, compiler, folder)
+        log += _run_steps([last], snapshot, target, compiler, folder)
+        name = f"{snapshot.unit.name}.{recipes.EXTENSION[family(target)]}"
+        if not (folder / name).is_file():
+            reason = f"it ended without an error but made no {name}"
+            raise _refused(snapshot.unit, target, compiler, log, reason)
         seconds = round(time.perf_counter() - start, 3)
         made = folder / "made"
         made.mkdir()
@@ -112,10 +126,30 @@ def _make(snapshot: Snapshot, target: str, compiler: Compiler, entry: Path, sour
         store.put(made, entry)
 
 
-def _run_steps(snapshot: Snapshot, target: str, compiler: Compiler, folder: Path) -> str:
-    """Leaves the artifact, and the assembly, in the folder; returns the log."""
+def _bring_runtime(snapshot: Snapshot, compiler: Compiler, folder: Path) -> None:
+    """Puts the runtime's objects into `runtime/` of the folder. They are made once for all units of a compiler."""
+    runtime = snapshot.host_runtime()
+    if runtime is None:
+        return
+    source, key = _keys(runtime, "host", compiler)
+    entry = store.root() / "runtime" / key
+    with store.lock(key):
+        if store.read(entry) is None:
+            store.discard(entry)
+            with store.workspace() as place:
+                runtime.write(place)
+                (place / "runtime").mkdir()
+                steps = recipes.runtime_steps(runtime, compiler)
+                (place / "runtime" / LOG).write_text(_run_steps(steps, runtime, "host", compiler, place))
+                store.seal(place / "runtime", {"source": source, "compiler": str(compiler)})
+                store.put(place / "runtime", entry)
+        shutil.copytree(entry, folder / "runtime")
+
+
+def _run_steps(steps: list[list[str]], snapshot: Snapshot, target: str, compiler: Compiler, folder: Path) -> str:
+    """Runs commands in the folder; returns the log."""
     log = ""
-    for step in recipes.steps(snapshot, target, compiler):
+    for step in steps:
         try:
             done = subprocess.run(
                 step, cwd=folder, capture_output=True, text=True, errors="replace", env=_environment()
@@ -127,9 +161,6 @@ def _run_steps(snapshot: Snapshot, target: str, compiler: Compiler, folder: Path
         if done.returncode:
             reason = output.strip() or f"exit code {done.returncode}, without a word"
             raise _refused(snapshot.unit, target, compiler, log, reason)
-    made = f"{snapshot.unit.name}.{recipes.EXTENSION[family(target)]}"
-    if not (folder / made).is_file():
-        raise _refused(snapshot.unit, target, compiler, log, f"it ended without an error but made no {made}")
     return log
 
 

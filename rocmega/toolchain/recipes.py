@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import re
 from pathlib import Path
 
 from rocmega.toolchain.compilers import Compiler, family
@@ -66,11 +65,23 @@ def steps(snapshot: Snapshot, target: str, compiler: Compiler) -> list[list[str]
         ]
     if kind == "nvidia":
         return [[*compile_, source, "-o", out]]
-    runtime = sorted(f"src/{name}" for name in snapshot.files if re.fullmatch(r"hip/host/[^/]+\.cpp", name))
-    if compiler.style == "zig" and platform.system() == "Linux":
-        # `zig cc -shared` would first build its runtime library for ten seconds; nothing of it is needed.
-        sources = [source, *runtime]
-        objects = [f"{i}.o" for i in range(len(sources))]
-        made = [[*compile_, "-x", "c++", "-c", s, "-o", o] for s, o in zip(sources, objects, strict=True)]
-        return [*made, [*compiler.linker, "-shared", "-z", "now", *objects, "-o", out]]
-    return [[*compile_, "-shared", "-x", "c++", source, *runtime, "-o", out]]
+    objects = [f"{unit.name}.o", *runtime_objects(snapshot.host_runtime())]
+    linked = ["-shared", *objects, "-o", out]
+    # `zig cc -shared` would first build its runtime library for ten seconds; nothing of it is needed.
+    bare = compiler.style == "zig" and platform.system() == "Linux"
+    link = [*compiler.linker, "-z", "now"] if bare else [*compiler.command, *flags(target, compiler.style)]
+    return [[*compile_, "-x", "c++", "-c", source, "-o", f"{unit.name}.o"], [*link, *linked]]
+
+
+def runtime_objects(runtime: Snapshot | None) -> list[str]:
+    """What becomes of the runtime's sources, beside the unit's own object."""
+    found = [] if runtime is None else [name for name in runtime.files if name.endswith(".cpp")]
+    return [f"runtime/{Path(name).stem}.o" for name in sorted(found)]
+
+
+def runtime_steps(runtime: Snapshot, compiler: Compiler) -> list[list[str]]:
+    """The commands that make `runtime_objects`."""
+    compile_ = [*compiler.command, *flags("host", compiler.style), *INCLUDES, "-x", "c++", "-c"]
+    sources = sorted(f"src/{name}" for name in runtime.files if name.endswith(".cpp"))
+    objects = runtime_objects(runtime)
+    return [[*compile_, source, "-o", item] for source, item in zip(sources, objects, strict=True)]

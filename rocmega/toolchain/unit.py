@@ -13,7 +13,7 @@ from rocmega.errors import ToolchainError
 
 SUFFIXES = (".h", ".hpp", ".hip", ".cpp", ".c", ".cu", ".cuh", ".inc", ".S")
 MAX_FILES = 2000
-RECIPE = 5  # counts up when the steps change in a way that the flags do not show
+RECIPE = 6  # counts up when the steps change in a way that the flags do not show
 
 
 def package() -> Path:
@@ -108,6 +108,15 @@ class Snapshot:
             digest.update(f"{len(name)}:{name}:{len(content)}:".encode())
             digest.update(content)
         return digest.hexdigest()
+
+    def host_runtime(self) -> Snapshot | None:
+        """hip/host alone, which includes nothing else and so is the same for all units; None if there is none."""
+        files = {name: content for name, content in self.files.items() if name.startswith("hip/host/")}
+        source = next((name for name in sorted(files) if name.endswith(".cpp")), None)
+        if source is None:
+            return None
+        unit = Unit("runtime", self.roots["hip"].parent / source)
+        return Snapshot(unit, source, files, self.roots)
 
     def write(self, folder: Path) -> None:
         """Puts the files into src/ and the generated headers into include/."""

@@ -9,15 +9,17 @@ from rocmega.toolchain import Unit
 # What a compiler must do for the cache to be tested without one: answer --version, and write its output.
 SCRIPT = """#!/bin/sh
 case "$1" in --version) echo "fake g++ {version}"; exit 0;; esac
-echo call >> "{folder}/calls"
+echo "$*" >> "{folder}/calls"
+case "$*" in *src/hip/host/*) ;; *)
 {extra}
+;; esac
 while [ $# -gt 1 ]; do [ "$1" = -o ] && out="$2"; shift; done
 echo "made by {version}" > "$out"
 """
 
 
 class FakeCompiler:
-    """A host compiler that counts its calls."""
+    """A host compiler that counts its calls: those that compile a unit, and those for the runtime."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -34,8 +36,15 @@ class FakeCompiler:
 
     @property
     def calls(self) -> int:
+        return sum("src/hip/host/" not in call for call in self._compilations())
+
+    @property
+    def calls_for_runtime(self) -> int:
+        return sum("src/hip/host/" in call for call in self._compilations())
+
+    def _compilations(self) -> list[str]:
         path = self.folder / "calls"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+        return [call for call in path.read_text().splitlines() if " -c " in call] if path.exists() else []
 
 
 @pytest.fixture(autouse=True)
