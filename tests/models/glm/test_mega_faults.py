@@ -141,10 +141,16 @@ def expected(subject) -> Outcome:
     return subject.step()
 
 
+@pytest.fixture(scope="module")
+def mutants_cache(tmp_path_factory) -> str:
+    """Mutants do not fill the user's."""
+    return str(tmp_path_factory.mktemp("mutants"))
+
+
 @pytest.fixture
-def put(subject, expected, tmp_path, monkeypatch) -> Iterator[Callable[[Mutant | None], None]]:
+def put(subject, expected, tmp_path, monkeypatch, mutants_cache) -> Iterator[Callable[[Mutant | None], None]]:
     """put(mutant): the bench runs it from now on."""
-    monkeypatch.setenv("ROCMEGA_CACHE", str(tmp_path / "cache"))  # mutants do not fill the user's
+    monkeypatch.setenv("ROCMEGA_CACHE", mutants_cache)
     before = dict(vars(subject.driver))
 
     def make(mutant: Mutant | None) -> None:
