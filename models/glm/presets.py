@@ -8,7 +8,7 @@ beyond index_topk. No value is one that hides an error: no zero bias, no unit no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,14 @@ _MID = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "qk_head_dim": 256, "v_head_dim": 256,
     "index_n_heads": 32, "index_head_dim": 128,
 }  # fmt: skip
+# As small as FP8 blocks of 128 allow, for training in minutes (models/glm/training). A token is a character's ASCII
+# code, 3 is "end of text". Long puzzles reach far beyond index_topk.
+_PUZZLES = {
+    **_TINY,
+    "moe_intermediate_size": 128, "num_hidden_layers": 4, "first_k_dense_replace": 1, "vocab_size": 128,
+    "kv_lora_rank": 96, "qk_nope_head_dim": 32, "qk_head_dim": 64, "index_topk": 64, "max_position_embeddings": 1024,
+    "eos_token_id": [3], "pad_token_id": 3,
+}  # fmt: skip
 
 
 def _glm5(dimensions: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +91,14 @@ def _glm52(dimensions: dict[str, Any]) -> dict[str, Any]:
     return {**longest, **_COMMON, **dimensions, "rope_parameters": rope, "indexer_types": kinds}
 
 
+def _puzzles() -> dict[str, Any]:
+    """A rotation for contexts of hundreds, and a layer that shares a selection among so few."""
+    config = _glm52(_PUZZLES)
+    config["rope_parameters"]["rope_theta"] = 10000.0
+    config["indexer_types"] = ["full", "full", "shared", "full"]
+    return config
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "glm-5": _glm5(_PUBLISHED),
     "glm-5.2": _glm52(_PUBLISHED),
@@ -90,6 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "glm-5.2-tiny": _glm52(_TINY),
     "glm-5-mid": _glm5(_MID),
     "glm-5.2-mid": _glm52(_MID),
+    "glm-5.2-puzzles": _puzzles(),
 }
 WRITABLE = tuple(name for name in PRESETS if name.endswith(("-tiny", "-mid")))
 DTYPES = ("f32", "bf16", "fp8", "mxfp4")
@@ -138,27 +155,52 @@ def write_checkpoint(
         raise RequestError(
             f"weights of {name!r} in {dtype!r} cannot be made: use one of {', '.join(WRITABLE)} in {', '.join(DTYPES)}."
         )
-    config = preset(name)
+    model = from_dict(preset(name))
+    written = write_weights(
+        preset(name),
+        directory,
+        dtype,
+        lambda tensor, shape: _value(model, tensor, shape, seed),
+        dequantized=dequantized,
+        shards=shards,
+    )
+    _fused.cache_clear()
+    return written
+
+
+def write_weights(
+    config: dict[str, Any],
+    directory: str | Path,
+    dtype: str,
+    value: Callable[[str, tuple[int, ...]], torch.Tensor],
+    *,
+    dequantized: bool = False,
+    shards: int = 1,
+) -> Path:
+    """Writes a checkpoint of given values; returns the directory. Other arguments as in `write_checkpoint`.
+
+    config: a config.json, whose dtype and quantization are replaced. value: a tensor's float32 values, from its
+    published name and its shape.
+    """
+    config = {name: field for name, field in config.items() if name != "quantization_config"}
     config["dtype"] = "float32" if dtype == "f32" or dequantized else "bfloat16"
     if dtype in ("fp8", "mxfp4") and not dequantized:
         config["quantization_config"] = _QUANTIZATION if dtype == "fp8" else _QUARK
     directory = Path(directory)
-    model = from_dict(config)
-    expected = expected_tensors(model)
+    expected = expected_tensors(from_dict(config))
 
     def stored(names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return _stored(model, {name: expected[name] for name in names}, dtype, seed, dequantized)
+        return _stored({name: expected[name] for name in names}, dtype, value, dequantized)
 
     write_files(directory, config, list(expected), shards, stored)
-    _fused.cache_clear()
     return directory
 
 
 def _stored(
-    model: GlmConfig, expected: Expected, dtype: str, seed: int, dequantized: bool
+    expected: Expected, dtype: str, values: Callable[[str, tuple[int, ...]], torch.Tensor], dequantized: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, (shape, kind) in expected.items():
-        value = _value(model, name, shape, seed)
+        value = values(name, shape)
         if dtype in ("fp8", "mxfp4") and kind in QUANTIZABLE:
             packed = dtype == "mxfp4" and kind == "expert"
             weight, scales = quantize_mxfp4(value) if packed else quantize_fp8(value)

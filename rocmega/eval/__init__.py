@@ -1,0 +1,1 @@
+"""Accuracy: the two paths, and the formats of a model's weights, on the same prompts with known answers."""
