@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rocmega.cli import advise, build, check, compare, decode, demo, doctor, inspect, pack, serve, tune
+from rocmega.cli import advise, build, check, compare, decode, demo, doctor, evaluate, inspect, pack, serve, tune
 from rocmega.errors import RocmegaError
 
 FAILED = 2
@@ -38,6 +38,7 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(decode.decode)
 app.command(context_settings=compare.SETTINGS)(compare.compare)
+app.command("eval")(evaluate.evaluate)
 app.command()(serve.serve)
 app.command()(advise.advise)
 app.command()(tune.tune)

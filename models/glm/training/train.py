@@ -39,7 +39,7 @@ class Recipe:
     seed: int = 0
     rate: float = 1.5e-3
     warmup: float = 0.02
-    dense: float = 0.3
+    dense: float = 0.5
     decay: float = 0.05
     balance: float = 2e-3
     workers: int = 12
