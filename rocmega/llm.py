@@ -50,7 +50,8 @@ class LLM:
     together; None is what the checkpoint allows, at most 4096. cache_pages: pages of 64 tokens of the cache; None is
     enough for max_rows requests of max_model_len. prefill_chunk: how many tokens of a prompt one step caches, and the
     grain in which prompts share their beginning. draft_tokens: how many tokens may be guessed ahead for each request
-    in each step, by what followed the same tokens before, and checked in rows to spare; the answer stays the same.
+    in each step, and checked in rows to spare; the answer stays the same. draft_method: where guesses come from:
+    "lookup", what followed the same tokens before; "mtp", the checkpoint's layer for it, where it has one.
     tokens_per_launch: how many steps the mega-task may do in one launch; tokens come that many at a time.
     blocks: blocks of the mega-task; None is one per compute unit (a few
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
@@ -77,6 +78,7 @@ class LLM:
         cache_pages: int | None = None,
         prefill_chunk: int | None = None,
         draft_tokens: int = 0,
+        draft_method: str = "lookup",
         tokens_per_launch: int = 1,
         blocks: int | None = None,
         seed: int | None = None,
@@ -125,6 +127,7 @@ class LLM:
                 path=path,
                 prefill_chunk=chunk,
                 draft_tokens=draft_tokens,
+                draft_method=draft_method,
                 tokens_per_launch=tokens_per_launch,
                 tokenizer=self._tokenizer,
                 seed=key if group is None else group.gather(key)[0],  # all ranks draw the same
@@ -207,7 +210,8 @@ class LLM:
 
         prompt_tokens, of which reused_tokens were in the cache; generated_tokens; steps and tokens per path;
         coverage (each path's share of the tokens, None before the first) and mega_coverage, that of the mega-task;
-        drafted_tokens that were guessed and accepted_tokens among them; launches_of_several_steps; fallback_reasons
+        drafted_tokens that were guessed, accepted_tokens among them, and accepted_length, the tokens that a request's
+        step with guesses gave on average (None if there was none); launches_of_several_steps; fallback_reasons
         (why a step was not the mega-task's -> steps); finished (how -> requests); preemptions; prefill_seconds and
         decode_seconds; requests running and waiting, and the cache's pages, as they are now.
         """
@@ -225,6 +229,7 @@ class LLM:
             "launches_of_several_steps": counts.launches,
             "drafted_tokens": counts.drafted,
             "accepted_tokens": counts.accepted,
+            "accepted_length": 1 + counts.accepted / counts.drafted_steps if counts.drafted_steps else None,
             "fallback_reasons": dict(counts.reasons),
             "finished": dict(counts.finished),
             "preemptions": counts.preemptions,

@@ -46,6 +46,7 @@ class RequestOutput:
         num_cached_tokens: tokens of the prompt that another request's cache pages served.
         mega_coverage: the share of the answer's tokens that the mega-task produced; None before the first.
         num_draft_tokens, num_accepted_tokens: tokens that were guessed ahead, and how many of them were right.
+        accepted_length: tokens that a step with guesses gave, on average: 1 if none was right; None if there was none.
         tokens_by_path: how many of the answer's tokens came by the mega-task, the fused path and the standard path.
     """
 
@@ -59,3 +60,4 @@ class RequestOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     tokens_by_path: dict[str, int] = field(default_factory=dict)
+    accepted_length: float | None = None

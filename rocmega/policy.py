@@ -21,11 +21,12 @@ MEGA_FORMATS = frozenset(
 )
 MEGA_TARGETS = frozenset({"host", "gfx942", "gfx950", "sm_90"})
 MEGA_ROWS = 16  # the free axis of a matrix tile
-MEGA_FEATURES = frozenset({"greedy", "logits", "sampling", "drafts"})
+MEGA_FEATURES = frozenset({"greedy", "logits", "sampling", "drafts", "residual"})
 
-# Of the fused path, which is asked for the same features and has the same free axis.
+# Of the fused path, whose free axis is the same.
 FUSED_FAMILIES = frozenset({"glm_moe_dsa"})
 FUSED_FORMATS = MEGA_FORMATS
+FUSED_FEATURES = MEGA_FEATURES - {"residual"}
 FUSED_TARGETS = frozenset({"gfx942", "gfx950", "sm_90"})  # Triton's interpreter is for tests
 
 
@@ -100,8 +101,8 @@ def _family(shape: StepShape) -> str | None:
     return f"there is no mega-task for model family {shape.family!r}, only for {', '.join(sorted(MEGA_FAMILIES))}"
 
 
-def _features(shape: StepShape) -> str | None:
-    unknown = sorted(shape.features - MEGA_FEATURES)
+def _features(shape: StepShape, supported: frozenset[str]) -> str | None:
+    unknown = sorted(shape.features - supported)
     return f"it does not do: {', '.join(unknown)}" if unknown else None
 
 
@@ -164,7 +165,7 @@ MEGA_RULES: Rules = (
     _family,
     lambda shape: _listed("weight format", shape.format, MEGA_FORMATS),
     lambda shape: _listed("target", shape.target, MEGA_TARGETS),
-    _features,
+    lambda shape: _features(shape, MEGA_FEATURES),
     _tokens,
     _rows,
     _context,
@@ -175,7 +176,7 @@ FUSED_RULES: Rules = (
     lambda shape: _listed("weight format", shape.format, FUSED_FORMATS),
     lambda shape: _listed("target", shape.target, FUSED_TARGETS),
     _rounded,
-    _features,
+    lambda shape: _features(shape, FUSED_FEATURES),
     _tokens,
     _rows,
     _context,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -55,11 +55,15 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class Step:
-    """What a decode step gave: its path, each row's token, and the model's logits f32 [rows, vocab] if asked for."""
+    """What a decode step gave: its path and each row's token.
+
+    logits: the model's, f32 [rows, vocab]. residual: what its layers left, f32 [rows, hidden]. None if not asked for.
+    """
 
     decision: Decision
     tokens: list[int]
     logits: torch.Tensor | None
+    residual: torch.Tensor | None = None
 
 
 class Runner:
@@ -92,6 +96,7 @@ class Runner:
         self.group = group
         self.tp, self.rank = (group.tp, group.rank) if group is not None else (1, 0)
         packed = find(directory, self.tp, self.rank)
+        self.packed = packed is not None
         directory = packed or directory
         self.directory = directory
         self.config: Any = registry.load_config(directory)
@@ -167,20 +172,26 @@ class Runner:
         """A new request, with nothing cached."""
         return CachedSequence(self, next(self._numbers))
 
-    def prefill(self, sequence: CachedSequence, tokens: Sequence[int]) -> torch.Tensor | None:
+    def prefill(
+        self,
+        sequence: CachedSequence,
+        tokens: Sequence[int],
+        observe: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor | None:
         """Caches tokens after those that are there, by the standard path.
 
-        Returns the last one's logits, f32 [vocab]; None if there are no tokens. Raises RequestError if the cache is
-        full.
+        observe: given the residual stream that the layers leave, f32 [tokens, hidden], piece by piece. Returns the last
+        one's logits, f32 [vocab]; None if there are no tokens. Raises RequestError if the cache is full.
         """
         import torch
 
         if not tokens:
             return None
         self.cache.grow(sequence.number, sequence.length + len(tokens))
-        [row] = self._block_table([sequence])
+        [row] = self.block_table([sequence])
         ids = torch.tensor(tokens, dtype=torch.int32)
-        logits = self.standard.prefill(ids, sequence.length, row)
+        seen = {} if observe is None else {"observe": observe}
+        logits = self.standard.prefill(ids, sequence.length, row, **seen)
         sequence.length += len(tokens)
         return logits
 
@@ -190,6 +201,7 @@ class Runner:
         path: str = "auto",
         *,
         logits: bool = False,
+        residual: bool = False,
         choices: Sequence[Choice | None] | None = None,
     ) -> Step:
         """Runs one token of each row and gives the next one of each.
@@ -199,7 +211,8 @@ class Runner:
         asked for cannot run it, with all reasons.
         """
         choices = choices or [None] * len(rows)
-        features = {"sampling" if any(choices) else "greedy"} | ({"logits"} if logits else set())
+        features = {"sampling" if any(choices) else "greedy"}
+        features |= {name for name, wanted in (("logits", logits), ("residual", residual)) if wanted}
         sequences = [sequence for sequence, _ in rows]
         if len({sequence.number for sequence in sequences}) < len(rows):
             features.add("drafts")
@@ -207,7 +220,11 @@ class Runner:
         batch = self._batch(rows)
         if decision.path == "mega":
             result = self._mega.decode(batch, logits=logits, choices=choices)
-            step = Step(decision, result.tokens.tolist(), result.logits)
+            left = self._mega.residual() if residual else None
+            step = Step(decision, result.tokens.tolist(), result.logits, left)
+        elif residual:
+            values, left = self.standard.decode_with_residual(batch)
+            step = Step(decision, _choose(values, choices), values, left)
         else:
             values = (self._fused if decision.path == "fused" else self.standard).decode(batch)
             step = Step(decision, _choose(values, choices), values)
@@ -436,7 +453,7 @@ class Runner:
         batch = StepBatch(
             tokens=torch.tensor([token for _, token in rows], dtype=torch.int32),
             positions=torch.tensor(positions, dtype=torch.int32),
-            block_table=self._block_table([sequence for sequence, _ in rows]),
+            block_table=self.block_table([sequence for sequence, _ in rows]),
         )
         batch.check(
             vocab=self.vocab_size,
@@ -446,7 +463,8 @@ class Runner:
         )
         return batch
 
-    def _block_table(self, sequences: Sequence[CachedSequence]) -> torch.Tensor:
+    def block_table(self, sequences: Sequence[CachedSequence]) -> torch.Tensor:
+        """The sequences' pages, int32 [sequences, pages of max_model_len]."""
         from rocmega.cache import PAGE
 
         width = -(-self.max_model_len // PAGE)

@@ -34,6 +34,7 @@ class GlmConfig:
         full_index: per layer, True if it selects for itself and False if it shares the previous full layer's selection.
         quantization: how config.json says that weights are quantized: "fp8" (e4m3, 128x128 blocks), "quark" (MXFP4
             and, it may be, FP8; the tensors tell which), or "".
+        num_nextn_predict_layers: layers for guessing ahead that the checkpoint has after the model's own (draft.py).
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class GlmConfig:
     full_index: tuple[bool, ...]
     eos_token_ids: tuple[int, ...] = ()
     quantization: str = ""
+    num_nextn_predict_layers: int = 0
     latent_norm_eps: float = LATENT_NORM_EPS
     index_norm_eps: float = INDEX_NORM_EPS
 
@@ -145,10 +147,11 @@ _READ = {
     "rope_parameters", "rope_theta", "rope_scaling", "indexer_types", "index_topk_freq", "index_skip_topk_offset",
     "index_topk_pattern", "mlp_layer_types", "first_k_dense_replace", "layer_types", "num_key_value_heads",
     "qk_head_dim", "num_experts", "num_local_experts", "eos_token_id", "quantization_config",
+    "num_nextn_predict_layers",
 }  # fmt: skip
 
 # Known, and without influence on a decode step's result. head_dim is among them: what it says of GLM is misleading.
-_IRRELEVANT = IRRELEVANT | {"head_dim", "index_share_for_mtp_iteration"}
+_IRRELEVANT = (IRRELEVANT - {"num_nextn_predict_layers"}) | {"head_dim", "index_share_for_mtp_iteration"}
 
 # What transformers calls a layer with the indexer, by version.
 _LAYER_TYPES = ("deepseek_sparse_attention", "indexed_attention")
@@ -191,6 +194,7 @@ class _Reader(ConfigReader):
         fields["dense_layers"] = self._dense_layers(layers)
         fields["eos_token_ids"] = self._eos_token_ids()
         fields["quantization"] = self._quantization()
+        fields["num_nextn_predict_layers"] = self._draft_layers()
         self._check_layer_types(layers)
         self._check_sizes(fields)
         self._raise_reasons()
@@ -272,6 +276,13 @@ class _Reader(ConfigReader):
         if not {"mlp_layer_types", "first_k_dense_replace"} & self.config.keys():
             self._refuse("mlp_layer_types and first_k_dense_replace are both missing")
         return self._agreed(found, (True,) * layers)
+
+    def _draft_layers(self) -> int:
+        layers = self.config.get("num_nextn_predict_layers", 0)
+        if type(layers) is not int or layers < 0:
+            self._refuse(f"num_nextn_predict_layers is {layers!r}, not a natural number")
+            return 0
+        return layers
 
     def _check_layer_types(self, layers: int) -> None:
         types = self.config.get("layer_types", [])

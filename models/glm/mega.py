@@ -269,6 +269,11 @@ class MegaPath:
             logits=self._gather_logits(rows) if self._logits else None,
         )
 
+    def residual(self) -> torch.Tensor:
+        """The residual stream that the last step's layers left, float32 [rows, hidden] on the device; a copy."""
+        x = self._view("x", torch.float32).view(2, kernel.ROWS, self.config.hidden_size, 2)
+        return x[0, : self._args.rows, :, 0].clone()  # x(2 * layers), whose slot is the even one; [1] is the tag
+
     def _gather_logits(self, rows: int) -> torch.Tensor:
         mine = self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows]
         return mine if self.group is None else torch.cat(self.group.all_gather(mine), dim=1)

@@ -35,7 +35,7 @@ def plan(
     """
     formats = packed_formats(config, stored, tp, arch, activations)
     choose(formats, activations)  # before hundreds of gigabytes are packed for nothing
-    builder = _Builder(config, formats, tp, plus_zero=arch == "gfx942")
+    builder = LayerBuilder(config, formats, tp, plus_zero=arch == "gfx942")
     for layer in range(config.num_hidden_layers):
         builder.layer(layer)
     builder.ends()
@@ -119,7 +119,7 @@ class AbsorbedJob:
                 yield Made((rank,), self.values, index, 0, StoredMatrix(self.format, values[head]))
 
 
-class _Builder(Builder):
+class LayerBuilder(Builder):
     """Collects fields and jobs, layer by layer."""
 
     def __init__(self, config: GlmConfig, formats: Formats, tp: int, plus_zero: bool):

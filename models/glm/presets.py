@@ -2,7 +2,8 @@
 
 `write_checkpoint` writes a directory as published: config.json, safetensors shards and their index, with published
 names. The small models keep all that matters of the big ones: dense and mixture layers, shared selections, contexts
-beyond index_topk. No value is one that hides an error: no zero bias, no unit norm.
+beyond index_topk; "-mtp-" has the layer for guessing ahead (draft.py) too. No value is one that hides an error: no zero
+bias, no unit norm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rocmega.checkpoint.tiles import MX_GROUP, SCALE_BLOCK, dequantize_fp8, dequ
 from rocmega.errors import RequestError
 from rocmega.models.common.presets import copy_of, draw, write_files
 from rocmega.models.glm.config import MODEL_TYPE, GlmConfig, from_dict
-from rocmega.models.glm.published import QUANTIZABLE, Expected, expected_tensors, scale_name
+from rocmega.models.glm.published import QUANTIZABLE, Expected, draft_tensors, expected_tensors, scale_name
 
 _COMMON = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -104,6 +105,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "glm-5.2": _glm52(_PUBLISHED),
     "glm-5-tiny": _glm5(_TINY),
     "glm-5.2-tiny": _glm52(_TINY),
+    "glm-5.2-mtp-tiny": _glm52({**_TINY, "num_nextn_predict_layers": 1}),
     "glm-5-mid": _glm5(_MID),
     "glm-5.2-mid": _glm52(_MID),
     "glm-5.2-puzzles": _puzzles(),
@@ -187,7 +189,10 @@ def write_weights(
     if dtype in ("fp8", "mxfp4") and not dequantized:
         config["quantization_config"] = _QUANTIZATION if dtype == "fp8" else _QUARK
     directory = Path(directory)
-    expected = expected_tensors(from_dict(config))
+    model = from_dict(config)
+    expected = expected_tensors(model)
+    if model.num_nextn_predict_layers:
+        expected |= draft_tensors(model)
 
     def stored(names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         return _stored({name: expected[name] for name in names}, dtype, value, dequantized)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from rocmega.checkpoint.layouts import MatrixInfo, examine
 from rocmega.checkpoint.tiles import FORMATS, scale_grid
 from rocmega.errors import CheckpointError
-from rocmega.models.common.published import Expected, check_matrix_shape, extra, mixtures, plain_layout, raise_faults
+from rocmega.models.common.published import (
+    Expected,
+    Layouts,
+    check_matrix_shape,
+    extra,
+    mixtures,
+    plain_layout,
+    raise_faults,
+)
 from rocmega.models.common.published import scale_name as scale_name
 from rocmega.models.glm.config import GlmConfig
 
@@ -62,6 +70,7 @@ class Formats:
 # of which may be quantized; "up" is kv_b_proj, which may be too but ends up absorbed; "island" never is; "vector" is
 # small.
 QUANTIZABLE = ("linear", "dense", "expert", "up")
+DRAFT_NORMS = {"embed_norm": "enorm.weight", "hidden_norm": "hnorm.weight", "head_norm": "shared_head.norm.weight"}
 _GROUPS = {
     "linear": "the big matrices of attention are",
     "dense": "the dense layers' matrices are",
@@ -132,6 +141,27 @@ def expected_tensors(config: GlmConfig) -> Expected:
     return expected
 
 
+def with_draft_layer(config: GlmConfig) -> GlmConfig:
+    """The model with the layer for guessing ahead (draft.py) as its last: a mixture, with an indexer."""
+    return replace(
+        config,
+        num_hidden_layers=config.num_hidden_layers + 1,
+        dense_layers=(*config.dense_layers, False),
+        full_index=(*config.full_index, True),
+    )
+
+
+def draft_tensors(config: GlmConfig) -> Expected:
+    """Tensor name -> (shape, kind) of the layer for guessing ahead, scales not counted."""
+    number, hidden = config.num_hidden_layers, config.hidden_size
+    prefix = f"model.layers.{number}."
+    return {
+        **layer_tensors(with_draft_layer(config), number),
+        f"{prefix}eh_proj.weight": ((hidden, 2 * hidden), "island"),
+        **{prefix + name: ((hidden,), "vector") for name in DRAFT_NORMS.values()},
+    }
+
+
 def published_formats(config: GlmConfig) -> Formats:
     """As the big models' FP8 checkpoints are published."""
     return Formats("fp8", "bf16")
@@ -143,8 +173,25 @@ def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
     Raises CheckpointError, listing what is missing, misshapen, of a wrong dtype or not part of the model.
     """
     expected = expected_tensors(config)
+    layouts, faults = _examine(checkpoint, config, expected)
+    faults += extra(checkpoint, expected, QUANTIZABLE, lambda name: _ignored(config, name))
+    faults += mixtures(layouts, _GROUPS)
+    if config.quantized and not any(FORMATS[layout].block or layout == "mxfp4" for layout in _all(layouts)):
+        faults.append("no tensor is quantized, though config.json says so")
+    raise_faults(checkpoint, faults)
+    return _formats(layouts)
+
+
+def check_part(checkpoint: Checkpoint, config: GlmConfig, expected: Expected) -> Formats:
+    """The same for some tensors alone, which have formats of their own."""
+    layouts, faults = _examine(checkpoint, config, expected)
+    raise_faults(checkpoint, [*faults, *mixtures(layouts, _GROUPS)])
+    return _formats(layouts)
+
+
+def _examine(checkpoint: Checkpoint, config: GlmConfig, expected: Expected) -> tuple[Layouts, list[str]]:
     faults = [f"tensor {name} is missing" for name in expected if name not in checkpoint]
-    layouts: dict[str, dict[str, str]] = {kind: {} for kind in (*QUANTIZABLE, "island", "vector")}
+    layouts: Layouts = {kind: {} for kind in (*QUANTIZABLE, "island", "vector")}
     for name, (shape, kind) in expected.items():
         if name not in checkpoint:
             continue
@@ -152,18 +199,17 @@ def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
             layouts[kind].setdefault(_layout(checkpoint, config, name, shape, kind), name)
         except CheckpointError as error:
             faults.append(str(error))
-    faults += extra(checkpoint, expected, QUANTIZABLE, lambda name: _ignored(config, name))
-    faults += mixtures(layouts, _GROUPS)
-    if config.quantized and not any(FORMATS[layout].block or layout == "mxfp4" for layout in _all(layouts)):
-        faults.append("no tensor is quantized, though config.json says so")
-    raise_faults(checkpoint, faults)
+    return layouts, faults
+
+
+def _formats(layouts: Layouts) -> Formats:
     # A single float32 island makes all of them float32: widening is exact, narrowing is not.
     island = "f32" if "f32" in layouts["island"] else "bf16"
     linear, expert, dense = (next(iter(layouts[kind]), "") for kind in ("linear", "expert", "dense"))
     return Formats(linear, island, expert, dense)
 
 
-def _all(layouts: dict[str, dict[str, str]]) -> set[str]:
+def _all(layouts: Layouts) -> set[str]:
     return {layout for group in layouts.values() for layout in group}
 
 

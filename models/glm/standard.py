@@ -6,6 +6,7 @@ stages.py). Read `StandardPath.forward` and `_layer` for the model from top to b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,10 +96,11 @@ class StandardPath:
         activations = choose(weights.formats) if activations == "auto" else activations
         self.products = Products(weights.formats, device, activations, matrix_units)
         resident = device.type == "cpu" if resident is None else resident
+        self._resident = resident
+        self._head: torch.Tensor | None = None  # once it is wanted, where dequantized matrices are kept
         self.layers = [
             LayerStages(mine, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
         ]
-        self._head = weights.head.dequantize(self._head_dtype()) if resident else None
 
     @property
     def device(self) -> torch.device:
@@ -109,19 +111,27 @@ class StandardPath:
 
     @torch.no_grad()
     def prefill(
-        self, tokens: torch.Tensor, position0: int, block_table: torch.Tensor, chunk: int = 512
+        self,
+        tokens: torch.Tensor,
+        position0: int,
+        block_table: torch.Tensor,
+        chunk: int = 512,
+        observe: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Runs one request's tokens at positions position0, position0 + 1, ..., `chunk` at a time.
 
         tokens: integers [n]; block_table: int32 [pages], the request's pages, with room for all of them. Positions
-        before position0 must be in the cache. Returns the last token's logits, float32 [vocab]. Raises RequestError
-        for a token out of range or a table too short.
+        before position0 must be in the cache. observe: given the residual stream that the layers leave, float32
+        [tokens, hidden], of each chunk. Returns the last token's logits, float32 [vocab]. Raises RequestError for a
+        token out of range or a table too short.
         """
         c = self.config
         end = check_prompt(tokens, position0, block_table, chunk, vocab=c.vocab_size, longest=c.max_position_embeddings)
         for start in range(position0, end, chunk):
             positions = torch.arange(start, min(start + chunk, end))
-            hidden = self.forward(tokens[positions - position0][None], self._span(positions[None], block_table[None]))
+            hidden = self.forward(tokens[positions - position0][None], self.span(positions[None], block_table[None]))
+            if observe is not None:
+                observe(hidden[0])
         return self.head(hidden[0, -1])
 
     @torch.no_grad()
@@ -132,6 +142,13 @@ class StandardPath:
         """
         return self.run(*self.place(batch))
 
+    @torch.no_grad()
+    def decode_with_residual(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the residual stream that the layers leave, float32 [rows, hidden]."""
+        tokens, span = self.place(batch)
+        x = self.forward(tokens[:, None], span)[:, 0]
+        return self.head(x), x
+
     def place(self, batch: StepBatch) -> tuple[torch.Tensor, Span]:
         """What `run` wants of a step: its tokens int64 [rows] and its span, on the path's device.
 
@@ -140,7 +157,7 @@ class StandardPath:
         limit = self.config.max_position_embeddings
         batch.check(vocab=self.config.vocab_size, cache_pages=self.cache.pages, max_model_len=limit)
         tokens = batch.tokens.to(self.device, torch.int64)
-        return tokens, self._span(batch.positions[:, None], batch.block_table)
+        return tokens, self.span(batch.positions[:, None], batch.block_table)
 
     @torch.no_grad()
     def run(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
@@ -151,7 +168,10 @@ class StandardPath:
 
     def forward(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
         """Tokens [B, Q] through all layers, their cache entries written: residual stream float32 [B, Q, hidden]."""
-        x = self.embed(tokens)
+        return self.through_layers(self.embed(tokens), span)
+
+    def through_layers(self, x: torch.Tensor, span: Span) -> torch.Tensor:
+        """The residual stream x [B, Q, hidden] of a span's tokens, from before the first layer to after the last."""
         selection: Selection | None = None
         for layer, latents, keys in zip(self.layers, self.cache.latent, self.cache.index, strict=True):
             x, selection = self._layer(layer, latents, keys, x, span, selection)
@@ -164,9 +184,17 @@ class StandardPath:
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head of the residual stream [..., hidden]: logits float32 [..., vocab]."""
         normed = deferred_rms_norm(x[None], self.weights.final_norm, self.config.rms_norm_eps)
-        head = self.weights.head.dequantize(self._head_dtype()) if self._head is None else self._head
-        logits = self.products.head(normed, head)[0]
+        logits = self.products.head(normed, self.head_matrix())[0]
         return logits if self.group is None else torch.cat(self.group.all_gather(logits), dim=-1)
+
+    def head_matrix(self) -> torch.Tensor:
+        """The head's values, [vocab, hidden]."""
+        if self._head is not None:
+            return self._head
+        values = self.weights.head.dequantize(self._head_dtype())
+        if self._resident:
+            self._head = values
+        return values
 
     def _sum(self, share: torch.Tensor) -> torch.Tensor:
         """A block's output, of which each rank has a share."""
@@ -246,7 +274,7 @@ class StandardPath:
         c = self.config
         return attention(query, entries, seen, c.softmax_scale, c.kv_lora_rank, self.products.matmul)
 
-    def _span(self, positions: torch.Tensor, block_table: torch.Tensor) -> Span:
+    def span(self, positions: torch.Tensor, block_table: torch.Tensor) -> Span:
         """Positions [B, Q] and block tables [B, pages], on the CPU or here, as a Span here."""
         length = int(positions.max()) + 1
         positions = positions.to(self.device, torch.int64)

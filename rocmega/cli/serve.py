@@ -23,6 +23,7 @@ def serve(
     max_model_len: int | None = typer.Option(None, min=2, help="Longest context, prompt and answer together."),
     cache_pages: int | None = typer.Option(None, min=1, help="Pages of 64 tokens; enough for all rows if not given."),
     draft_tokens: int = typer.Option(0, min=0, help="Tokens to guess ahead for each request, in rows to spare."),
+    draft_method: str = typer.Option("lookup", help="Where guesses come from: lookup, or mtp, the model's own layer."),
     max_waiting: int = typer.Option(256, min=1, help="How many requests may wait; more are told to come back (429)."),
     max_body: int = typer.Option(4 << 20, min=1, help="Bytes of a request's body."),
 ) -> None:
@@ -45,6 +46,7 @@ def serve(
             max_model_len=max_model_len,
             cache_pages=cache_pages,
             draft_tokens=draft_tokens,
+            draft_method=draft_method,
             progress=show,
         )
     with llm:

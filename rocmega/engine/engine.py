@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rocmega.cache import PAGE, pages_for
 from rocmega.engine.accept import Acceptor
-from rocmega.engine.drafts import PromptLookup
+from rocmega.engine.drafts import Drafter, Lookup
 from rocmega.engine.prefixes import ROOT, PrefixTree
 from rocmega.engine.request import Request, check
 from rocmega.engine.rows import Run, plan
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 256
 MAX_WAITING = 4096
 MAX_TOKENS_PER_LAUNCH = 256
+DRAFT_METHODS = ("lookup", "mtp")
 STOPS = 16  # tokens at which a row of a launch may stop
 
 
@@ -53,8 +54,8 @@ class PageUse:
 class Counts:
     """What has happened since the engine began; `steps` and `tokens` by path, `reasons` why a step fell back.
 
-    `drafted`: tokens that were guessed; `accepted`: guesses that were right; `launches`: of several
-    steps each.
+    `drafted`: tokens that were guessed; `accepted`: guesses that were right; `drafted_steps`: of single requests, with
+    guesses; `launches`: of several steps each.
     """
 
     prompt_tokens: int = 0
@@ -64,6 +65,7 @@ class Counts:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_steps: int = 0
     launches: int = 0
     steps: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -81,7 +83,8 @@ class Engine:
 
     path: "auto", or one by name, as for `rocmega.LLM`. prefill_chunk: how many tokens of a prompt one step
     caches, a multiple of the page's 64; also the grain in which prompts share their beginning. draft_tokens: how many
-    tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. tokens_per_launch: how many
+    tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. draft_method: "lookup", what
+    followed the same tokens before, or "mtp", the model's own layer for it. tokens_per_launch: how many
     steps the mega-task may do in one launch, where nothing has to happen between them on the host. max_waiting: how
     many requests may wait for a row. tokenizer: gives answers their text, and is needed for stop texts. seed: of
     requests that have none; None draws one.
@@ -94,6 +97,7 @@ class Engine:
         path: str = "auto",
         prefill_chunk: int = PREFILL_CHUNK,
         draft_tokens: int = 0,
+        draft_method: str = "lookup",
         tokens_per_launch: int = 1,
         max_waiting: int = MAX_WAITING,
         tokenizer: Tokenizer | None = None,
@@ -111,6 +115,8 @@ class Engine:
                 f"draft_tokens={draft_tokens}: this model keeps state of its last tokens, which wrong guesses would "
                 "spoil. Leave it out, or 0."
             )
+        if draft_method not in DRAFT_METHODS:
+            raise RequestError(f"draft_method={draft_method!r}: choose one of {', '.join(DRAFT_METHODS)}.")
         if not 1 <= tokens_per_launch <= MAX_TOKENS_PER_LAUNCH:
             raise RequestError(f"tokens_per_launch={tokens_per_launch}: 1 to {MAX_TOKENS_PER_LAUNCH} can be done.")
         longest = pages_for(runner.max_model_len)
@@ -124,10 +130,18 @@ class Engine:
         self.counts = Counts()
         self._prefixes = PrefixTree(runner.cache.allocator, prefill_chunk)
         self._acceptor = Acceptor(runner, tokenizer, secrets.randbits(64) if seed is None else seed)
+        self._drafter = self._drafts_from(draft_method) if draft_tokens else Drafter(runner)
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
+
+    def _drafts_from(self, method: str) -> Drafter:
+        if method == "lookup":
+            return Lookup(self.runner)
+        from rocmega.engine.mtp import LayerDrafts
+
+        return LayerDrafts(self.runner, self._acceptor, self._room_to_follow)
 
     # For callers.
 
@@ -218,9 +232,7 @@ class Engine:
         number = next(self._numbers)
         request.request_id = request.request_id or str(number)
         self._acceptor.prepare(request, number)
-        if self.draft_tokens:
-            request.lookup = PromptLookup()
-            request.lookup.extend(request.prompt_token_ids)
+        self._drafter.begin(request)
         self.counts.prompt_tokens += len(request.prompt_token_ids)
 
     def _admit(self) -> None:
@@ -294,7 +306,7 @@ class Engine:
         begin = sequence.length
         count = min(self.prefill_chunk, request.prefill_left)
         tokens = request.prompt_token_ids[begin : begin + count]
-        self.runner.prefill(sequence, tokens)
+        self._drafter.prefill(request, tokens)
         if count == self.prefill_chunk and self.runner.cache.shares_prefixes:
             pages = self._pages_of(request)[begin // PAGE : (begin + count) // PAGE]
             request.prefix = self._prefixes.insert(request.prefix, tokens, pages)
@@ -320,12 +332,14 @@ class Engine:
         if self.tokens_per_launch > 1 and (done := self._launch(requests)) is not None:
             return done
         start = time.perf_counter()
-        runs = plan(requests, self.runner.max_rows, self.draft_tokens, self._room_to_follow)
+        self._guess(requests)
+        runs = plan(requests, self.runner.max_rows, self._room_to_follow)
         begins = [run.sequence.length for run in runs]
         inputs = [(run.sequence, token) for run in runs for token in run.tokens]
         choices = [choice for run in runs for choice in run.choices(self._acceptor)]
         wanted = any(map(self._acceptor.wants_logits, requests))
-        result = self.runner.step(inputs, self.path, logits=wanted, choices=choices)
+        left = {"residual": True} if self._drafter.wants_residual else {}
+        result = self.runner.step(inputs, self.path, logits=wanted, choices=choices, **left)
         path = result.decision.path
         self.counts.steps[path] += 1
         self.counts.reasons.update(result.decision.reasons)
@@ -337,8 +351,22 @@ class Engine:
             if new:
                 self._count(run, path, new)
                 changed.append(run.request)
+        self._drafter.took(runs, begins, result.residual if left else None)
         self.counts.decode_seconds += time.perf_counter() - start
         return changed
+
+    def _guess(self, requests: list[Request]) -> None:
+        """Of requests that have decoded all of their answer."""
+        spare = self.runner.max_rows - len(requests)
+        wanted = []
+        for request in requests:
+            request.guesses = []
+            ended = request.sequence is not None and request.sequence.length + 1 == request.length
+            most = min(self.draft_tokens, spare, request.longest - request.length - 1)
+            if ended and most > 0:
+                wanted.append((request, most))
+        if wanted:
+            self._drafter.guess(wanted, -(-spare // len(requests)))
 
     def _launch(self, requests: list[Request]) -> list[Request] | None:
         """Several tokens of every request by one launch, which ends where one stops; None if that is not to be."""
@@ -395,8 +423,10 @@ class Engine:
         request.by_path[path] += new
         request.drafted += len(run.drafts)
         request.accepted += new - 1
+        request.drafted_steps += bool(run.drafts)
         self.counts.tokens[path] += new
         self.counts.drafted += len(run.drafts)
         self.counts.accepted += new - 1
+        self.counts.drafted_steps += bool(run.drafts)
         if request.finished:
             self._remove(request)

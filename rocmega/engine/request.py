@@ -32,7 +32,7 @@ class Request:
         token_ids: the answer. finish_reason, stop_reason: why it ended. error: what went wrong, if something did.
         by_path: how many of the answer's tokens each path produced. reused_tokens: of the prompt, those whose
         cache entries were there already. preemptions: how often its pages were taken from it. drafted, accepted: how
-        many tokens were guessed, and how many of them right.
+        many tokens were guessed, and how many of them right. drafted_steps: steps that had guesses of it.
     """
 
     prompt_token_ids: list[int]
@@ -53,6 +53,7 @@ class Request:
     preemptions: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_steps: int = 0
 
     # The engine's own.
     sequence: CachedSequence | None = None
@@ -60,6 +61,8 @@ class Request:
     uses: Uses | None = None
     text: AnswerText | None = None
     lookup: PromptLookup | None = None
+    guesses: list[int] = field(default_factory=list)  # of what follows the last token, for the step that comes
+    draft_state: tuple[int, torch.Tensor] | None = None  # the draft layer's last position, and its output there
     prefix: int = 0  # node of the prefix tree for what is cached of the prompt
 
     @property
@@ -113,6 +116,7 @@ class Request:
             self.drafted,
             self.accepted,
             dict(self.by_path),
+            1 + self.accepted / self.drafted_steps if self.drafted_steps else None,
         )
 
 

@@ -58,8 +58,8 @@ class Run:
         return row + 2 - self.known
 
 
-def plan(requests: Sequence[Request], rows: int, draft_tokens: int, room: Callable[[Request, int], int]) -> list[Run]:
-    """The rows of a step, at most `rows`; spare ones in equal parts, the first requests first.
+def plan(requests: Sequence[Request], rows: int, room: Callable[[Request, int], int]) -> list[Run]:
+    """The rows of a step, at most `rows`; spare ones in equal parts, the first requests first. Guesses are used up.
 
     room(request, count): gives the request pages for up to `count` tokens more, and says for how many.
     """
@@ -71,10 +71,7 @@ def plan(requests: Sequence[Request], rows: int, draft_tokens: int, room: Callab
         share = -(-spare // (len(requests) - at))
         begin = sequence.length
         known = [request.token(position) for position in range(begin, min(request.length, begin + 1 + share))]
-        following: list[int] = []
-        if request.lookup is not None and begin + 1 == request.length:
-            left = request.longest - request.length - 1
-            following = request.lookup.draft(min(share, draft_tokens, left)) if min(share, left) > 0 else []
+        following, request.guesses = request.guesses[:share], []
         extra = room(request, len(known) + len(following) - 1)
         tokens = [*known, *following][: 1 + extra]
         spare -= len(tokens) - 1

@@ -47,7 +47,7 @@ SAME = [
     {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5},
     {"layer_types": ["deepseek_sparse_attention"] * 8},
     {"layer_types": ["indexed_attention"] * 8},
-    {"head_dim": 192, "torch_dtype": "bfloat16", "index_share_for_mtp_iteration": True, "num_nextn_predict_layers": 1},
+    {"head_dim": 192, "torch_dtype": "bfloat16", "index_share_for_mtp_iteration": True, "num_nextn_predict_layers": 0},
     {"n_routed_experts": ..., "num_local_experts": 16},
     {"something_new": None},
 ]
@@ -60,6 +60,7 @@ def test_other_spellings_of_the_same_model(fields):
 
 REFUSED = [
     ({"n_group": 8}, "n_group is 8 and only 1"),
+    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
     ({"topk_group": 4}, "topk_group is 4"),
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax' and only 'sigmoid'"),
     ({"topk_method": "greedy"}, "topk_method"),
