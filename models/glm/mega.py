@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from rocmega.timeline import read as read_timeline
 from rocmega.toolchain import compile as compile_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from rocmega.cache import PagedCache
     from rocmega.drivers.base import Driver, Function, SharedBuffer
@@ -258,6 +259,19 @@ class MegaPath:
         for begin, end in self.layer_splits:
             args.layer_begin, args.layer_end = begin, end
             self._launch()
+
+    @contextlib.contextmanager
+    def lost_layer(self, layer: int, polls: int) -> Iterator[None]:
+        """Fault injection: inside, no launch runs this layer, as if the blocks that should had died; a wait of another
+        layer for what it makes gives up after so many polls.
+        """
+        splits, limit = self.layer_splits, self._args.poll_limit
+        parts = [(begin, end) for begin, end in ((0, layer), (layer + 1, self.config.num_hidden_layers)) if begin < end]
+        self.layer_splits, self._args.poll_limit = parts, polls
+        try:
+            yield
+        finally:
+            self.layer_splits, self._args.poll_limit = splits, limit
 
     def result(self) -> StepResult:
         """Waits for what was enqueued and gives it. Raises StepError if the kernel gave up waiting."""

@@ -8,7 +8,21 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rocmega.cli import advise, build, check, compare, decode, demo, doctor, evaluate, inspect, pack, serve, tune
+from rocmega.cli import (
+    advise,
+    build,
+    check,
+    compare,
+    decode,
+    demo,
+    doctor,
+    evaluate,
+    inspect,
+    pack,
+    selftest,
+    serve,
+    tune,
+)
 from rocmega.errors import RocmegaError
 
 FAILED = 2
@@ -46,6 +60,7 @@ app.command()(pack.pack)
 app.command()(check.check)
 app.command()(build.build)
 app.command()(doctor.doctor)
+app.command(context_settings=compare.SETTINGS)(selftest.selftest)
 app.command()(inspect.inspect)
 
 

@@ -185,14 +185,15 @@ class Subject:
     def mega(self, *, alone: bool = False) -> Any:
         """The mega-task; alone: without hand-offs between ranks. Raises RocmegaError if it cannot be built here."""
         if alone not in self._megas:
-            self._megas[alone] = self._make_mega(alone)
+            self._megas[alone] = self.make_mega(alone=alone)
         return self._megas[alone]
 
     def mega_with_timeline(self) -> Any:
         """A mega-task that stamps what its blocks do; the caller closes it."""
-        return self._make_mega(timeline=True)
+        return self.make_mega(timeline=True)
 
-    def _make_mega(self, alone: bool = False, **options: Any) -> Any:
+    def make_mega(self, *, alone: bool = False, **options: Any) -> Any:
+        """Another one, which the caller closes; options: those of MegaPath."""
         from rocmega.parallel import Loopback
 
         tp, rank, model = self.options.tp, self.options.rank, self.model
@@ -201,11 +202,10 @@ class Subject:
             model.weights if alone else model.shard,
             self.cache,
             self.driver,
-            blocks=self.options.blocks,
             max_model_len=max(self.contexts),
             activations=self.activations,
             group=None if alone or tp == 1 else Loopback(tp, rank),
-            **options,
+            **{"blocks": self.options.blocks, **options},
         )
 
     def why_not(self, rows: int, context: int) -> str | None:

@@ -1,0 +1,3 @@
+from rocmega.selftest.command import main
+
+main()
