@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Path = typer.Argument(..., help="A checkpoint's or a pack's folder.", show_default=False),
+    model: Path | None = typer.Argument(
+        None, help="A checkpoint's or a pack's folder; else the small trained model that comes with rocmega."
+    ),
     puzzles: int = typer.Option(50, min=1, max=1000, help="How many of each task."),
     tasks: str = typer.Option("", help="Some tasks only, such as add,recall."),
     seed: int = typer.Option(0, help="Other puzzles for another seed."),
@@ -27,16 +29,17 @@ def evaluate(
 ) -> None:
     """Let the standard path and the mega-task answer the same puzzles, and compare: accuracy, answers, logits.
 
-    The puzzles have one right answer each; rocmega.models.glm.training makes a model that knows them. With --formats,
+    The puzzles have one right answer each; rocmega.models.glm.training made the model that knows them. With --formats,
     the weights are converted and the formats compared as the paths are.
     """
     from rocmega.cli.output import print_json, progress
     from rocmega.eval.puzzles import TASKS
     from rocmega.eval.run import PATHS, STORED, TITLES, evaluate
+    from rocmega.models.glm.training import SHIPPED
 
     with progress(quiet=json) as show:
         report = evaluate(
-            model,
+            SHIPPED if model is None else model,
             each=puzzles,
             seed=seed,
             tasks=_listed("--tasks", tasks, tuple(TASKS)) or tuple(TASKS),

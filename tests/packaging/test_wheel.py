@@ -49,12 +49,13 @@ def wheel(tree, tmp_path_factory) -> Path:
 
 
 def sources(folder: Path) -> set[str]:
-    kept = {".py", ".h", ".hip", ".cpp", ".typed"}
+    kept, trained = {".py", ".h", ".hip", ".cpp", ".typed"}, "glm-5.2-puzzles"
     found = set()
     for name in ("rocmega", "hip", "models"):
         base = Path("rocmega") if name == "rocmega" else Path("rocmega") / name
-        files = (path for path in (folder / name).rglob("*") if path.is_file() and path.suffix in kept)
-        found |= {str(base / path.relative_to(folder / name)) for path in files}
+        files = [path for path in (folder / name).rglob("*") if path.is_file()]
+        wanted = (path for path in files if path.suffix in kept or path.parent.name == trained)
+        found |= {str(base / path.relative_to(folder / name)) for path in wanted}
     return found
 
 
