@@ -200,5 +200,10 @@ def route(scores: torch.Tensor, bias: torch.Tensor, topk: int, factor: float) ->
     """
     order = (scores + bias).sort(dim=-1, descending=True, stable=True).indices
     experts = order[:, :topk].sort(dim=-1).values
+    return experts, weigh(scores, experts, factor)
+
+
+def weigh(scores: torch.Tensor, experts: torch.Tensor, factor: float) -> torch.Tensor:
+    """Weights float32 [T, topk] of chosen experts [T, topk]: their share of the chosen scores, times `factor`."""
     chosen = scores.gather(1, experts)
-    return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * factor
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * factor

@@ -18,6 +18,7 @@ from rocmega.errors import ConfigError
 from rocmega.fused import absorbed, attend, embed, experts, index, latents, queries, residual, route
 from rocmega.fused.launch import launch
 from rocmega.models.glm.formulas import rope_angles
+from rocmega.models.glm.picks import Picks, positions_of_slots
 
 if TYPE_CHECKING:
     from rocmega.cache import PagedCache
@@ -44,11 +45,28 @@ class _Step:
     x: torch.Tensor
     normed: torch.Tensor
     squares: torch.Tensor
-    selection: torch.Tensor  # int32 [R, index_topk], cache slots
 
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]
+
+
+class Record:
+    """What the kernels of a run leave of its choices, as they leave it; a graph's replays leave theirs in it, too."""
+
+    def __init__(self, config: GlmConfig) -> None:
+        self.config = config
+        self.steps: list[_Step] = []
+        self.weights: list[torch.Tensor] = []  # of each mixture layer, float32 [rows, experts]: 0 where not chosen
+        self.selections: list[torch.Tensor | None] = []  # of each layer with an indexer, if not everything is chosen
+
+    def read(self) -> Picks:
+        """Waits for the run, and makes numbers of it."""
+        [step] = self.steps
+        topk = self.config.num_experts_per_tok
+        experts = [weights.argsort(dim=1, descending=True)[:, :topk].sort(dim=1).values for weights in self.weights]
+        seen = (step.positions + 1).clamp_max(self.config.index_topk)
+        return Picks(experts, [s if s is None else positions_of_slots(s, step.table, seen) for s in self.selections])
 
 
 class FusedPath:
@@ -90,32 +108,46 @@ class FusedPath:
         """One token of each row: logits, float32 [rows, vocab]. Raises RequestError as `place` does."""
         return self.run(*self.place(batch))
 
+    def record(self) -> Record:
+        """Something for `run` to leave its choices in."""
+        return Record(self.config)
+
     @torch.no_grad()
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, picks: Record | None = None
+    ) -> torch.Tensor:
         """The step itself, on the current stream: nothing of it waits for the host, so graphs can hold it.
 
-        tokens, positions: int32 [rows]; table: int32 [rows, pages], contiguous.
+        tokens, positions: int32 [rows]; table: int32 [rows, pages], contiguous. picks: is given what layers choose.
         """
         step = self._step(tokens, positions, table)
+        if picks is not None:
+            picks.steps.append(step)
         self._embed(step)
+        selection = step.positions  # of the last layer with an indexer; nobody reads it where everything is chosen
         for number in range(self.config.num_hidden_layers):
-            self._layer(number, step)
+            selection = self._layer(number, step, selection, picks)
         return self._head(step)
 
-    def _layer(self, number: int, step: _Step) -> None:
+    def _layer(self, number: int, step: _Step, selection: torch.Tensor, picks: Record | None = None) -> torch.Tensor:
         layer = self.weights.layers[number]
         full = self.config.full_index[number]
         q, squares, kv, key, head_weights = self._latents(layer, step, full)
         nope, query, index_query, counts = self._queries(number, layer, step, full, q, squares, kv, key)
         self._latent_query(layer, nope, query)
         if full and self.selects:
-            self._select(number, step, index_query, head_weights, counts)
-        latent = self._attend(number, step, query)
+            selection = self._select(number, step, index_query, head_weights, counts)
+        latent = self._attend(number, step, query, selection)
         self._output(layer, step, self._value_up(layer, latent))
         if self.config.dense_layers[number]:
             self._dense(number, layer, step)
         else:
-            self._experts(number, layer, step)
+            weights = self._experts(number, layer, step)
+            if picks is not None:
+                picks.weights.append(weights)
+        if picks is not None and full:
+            picks.selections.append(selection if self.selects else None)
+        return selection
 
     def _step(self, tokens: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> _Step:
         c, rows = self.config, tokens.shape[0]
@@ -126,7 +158,6 @@ class FusedPath:
             x=self._new(rows, c.hidden_size),
             normed=self._new(rows, c.hidden_size, dtype=self.dtype),
             squares=self._new(rows, c.hidden_size // 16),
-            selection=self._new(rows, c.index_topk, dtype=torch.int32),
         )
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -200,12 +231,13 @@ class FusedPath:
 
     def _select(
         self, number: int, step: _Step, query: torch.Tensor, head_weights: torch.Tensor, counts: torch.Tensor
-    ) -> None:
-        """Into step.selection, for this layer and those that share its choice."""
+    ) -> torch.Tensor:
+        """Cache slots int32 [R, index_topk] for this layer and those that share its choice."""
         c, rows, pages = self.config, step.rows, step.table.shape[1]
         chunks = -(-self.length // CHUNK)
         keys = self._new(rows, self.length, dtype=torch.int32)
         taken = self._new(rows, chunks, 2, dtype=torch.int32)
+        selection = self._new(rows, c.index_topk, dtype=torch.int32)
         launch(
             index.index_scores, (rows, self.length // PAGE),
             query, self.cache.index[number], step.table, step.positions, head_weights, keys, counts,
@@ -219,11 +251,12 @@ class FusedPath:
         launch(index.count_taken, (rows, chunks), keys, step.positions, counts, taken, self.length, chunks, **sizes)
         launch(
             index.collect, (rows, chunks),
-            keys, step.positions, step.table, counts, taken, step.selection, self.length, chunks, pages,
+            keys, step.positions, step.table, counts, taken, selection, self.length, chunks, pages,
             PAGE=PAGE, CHUNKS=_power_of_two(chunks), **sizes,
         )  # fmt: skip
+        return selection
 
-    def _attend(self, number: int, step: _Step, query: torch.Tensor) -> torch.Tensor:
+    def _attend(self, number: int, step: _Step, query: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
         c, rows = self.config, step.rows
         split = 32 if rows == 1 else 64
         splits = -(-min(self.max_model_len, c.index_topk) // split)
@@ -233,7 +266,7 @@ class FusedPath:
         sizes = {"HEADS": self.heads, "LATENT": c.kv_lora_rank, "TOPK": c.index_topk, "SPLIT": split, "SPLITS": splits}
         launch(
             attend.attend, (rows, splits),
-            query, self.cache.latent[number], step.selection, step.table, step.positions, partial, stats,
+            query, self.cache.latent[number], selection, step.table, step.positions, partial, stats,
             c.softmax_scale, step.table.shape[1],
             ROPE=c.qk_rope_head_dim, PAGE=PAGE, SELECTED=self.selects, BLOCK=32,
             HEAD_ROWS=max(16, _power_of_two(self.heads)), **sizes,
@@ -261,7 +294,8 @@ class FusedPath:
         self._gate_up(gate_up, step, step.squares, middle, step.positions, experts_in_all=0)
         self._add_linear(step, _matrix(layer, "down"), middle, self.next_norms[number])
 
-    def _experts(self, number: int, layer: Layer, step: _Step) -> None:
+    def _experts(self, number: int, layer: Layer, step: _Step) -> torch.Tensor:
+        """Adds the mixture's output; returns each expert's weight, float32 [R, experts], 0 where it is not chosen."""
         c, rows = self.config, step.rows
         in_all = c.n_routed_experts
         router, gate_up, down = (_matrix(layer, name) for name in ("router", "gate_up", "down"))
@@ -286,6 +320,7 @@ class FusedPath:
             middle, chosen, step.x, self.next_norms[number], step.normed, step.squares, rows, *_packed(down),
             N=down.n, WIDTH=down.k, FORMAT=down.format, **{**_shape(rows, down), "BLOCK": 64},
         )  # fmt: skip
+        return weights
 
     def _gate_up(
         self, matrices: PackedMatrix, step: _Step, weights: torch.Tensor,

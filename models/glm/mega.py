@@ -251,6 +251,11 @@ class MegaPath:
 
     def enqueue(self) -> None:
         """Launches the step that was placed, without waiting for it. Once more, it gives the same again."""
+        for _ in self.launches():
+            pass
+
+    def launches(self) -> Iterator[int]:
+        """The same, one launch at a time: yields each one's last layer."""
         args = self._args
         args.tokens = self._count
         args.epoch = self._next_epoch(self._count)
@@ -259,6 +264,7 @@ class MegaPath:
         for begin, end in self.layer_splits:
             args.layer_begin, args.layer_end = begin, end
             self._launch()
+            yield end - 1
 
     @contextlib.contextmanager
     def lost_layer(self, layer: int, polls: int) -> Iterator[None]:
@@ -291,6 +297,11 @@ class MegaPath:
     def _gather_logits(self, rows: int) -> torch.Tensor:
         mine = self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows]
         return mine if self.group is None else torch.cat(self.group.all_gather(mine), dim=1)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of the rows that were placed, int32 [rows] on the device."""
+        return self._positions[0, : self._args.rows]
 
     def close(self) -> None:
         """Frees what the launches write; the cache and the weights are the caller's. Ranks close together."""

@@ -147,11 +147,8 @@ class LayerStages(PackedLayer):
         gate, up = (self.each(inputs, "gate_up", 2 * chosen + part) for part in (0, 1))
         return self.each(swiglu(gate, up) * factors, "down", chosen).unflatten(0, (tokens, topk)).sum(1)
 
-    def mlp(self, y: Normed) -> torch.Tensor:
-        """The whole MLP block on the normalized y [..., hidden]: dense, or routed experts and then the shared one."""
-        if self.dense:
-            return self.expert(y)
+    def mixture(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """A mixture's MLP block on the normalized y [..., hidden]: `experts` and the shared one."""
         tokens = y.rows()
-        experts, weights = self.route(self.router_logits(tokens))
         routed = self.experts(tokens, experts, weights) + self.expert(tokens, self.config.n_routed_experts)
         return routed.unflatten(0, y.values.shape[:-1])

@@ -17,6 +17,7 @@ from rocmega.models.common.products import Products
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import Normed, attention, deferred_rms_norm, index_scores, rope_angles, select
+from rocmega.models.glm.picks import Picks
 from rocmega.models.glm.shard import rank_config
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import GlmWeights
@@ -159,14 +160,21 @@ class StandardPath:
         tokens = batch.tokens.to(self.device, torch.int64)
         return tokens, self.span(batch.positions[:, None], batch.block_table)
 
+    def record(self) -> Picks:
+        """Something for `run` to leave its choices in."""
+        return Picks()
+
     @torch.no_grad()
-    def run(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
-        """The step itself: logits float32 [rows, vocab]. On a GPU none of it waits for the host: graphs can hold it."""
-        return self.head(self.forward(tokens[:, None], span)[:, 0])
+    def run(self, tokens: torch.Tensor, span: Span, picks: Picks | None = None) -> torch.Tensor:
+        """The step itself: logits float32 [rows, vocab]. On a GPU none of it waits for the host: graphs can hold it.
+
+        picks: is given what the layers choose.
+        """
+        return self.head(self.forward(tokens[:, None], span, picks)[:, 0])
 
     # The model.
 
-    def forward(self, tokens: torch.Tensor, span: Span) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, span: Span, picks: Picks | None = None) -> torch.Tensor:
         """Tokens [B, Q] through all layers, their cache entries written: residual stream float32 [B, Q, hidden]."""
         return self.through_layers(self.embed(tokens), span)
 
@@ -174,7 +182,9 @@ class StandardPath:
         """The residual stream x [B, Q, hidden] of a span's tokens, from before the first layer to after the last."""
         selection: Selection | None = None
         for layer, latents, keys in zip(self.layers, self.cache.latent, self.cache.index, strict=True):
-            x, selection = self._layer(layer, latents, keys, x, span, selection)
+            x, selection, experts = self._layer(layer, latents, keys, x, span, selection)
+            if picks is not None:
+                picks.add(layer.full_index, selection, experts)
         return x
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -208,8 +218,11 @@ class StandardPath:
         x: torch.Tensor,
         span: Span,
         selection: Selection | None,
-    ) -> tuple[torch.Tensor, Selection | None]:
-        """One layer over its pools of latents and index keys: the new residual stream, and the selection in force."""
+    ) -> tuple[torch.Tensor, Selection | None, torch.Tensor | None]:
+        """One layer over its pools of latents and index keys.
+
+        Returns the new residual stream, the selection in force, and a mixture's experts int64 [B * Q, topk].
+        """
         normed = layer.attention_norm(x)
         q_a, kv_a, index_k, index_weights = layer.down_projections(normed)
         q = layer.query_norm(q_a)
@@ -222,7 +235,15 @@ class StandardPath:
         query = layer.attention_query(layer.latent_query(nope), rope)
         latent = self._attend(query, latents, span, selection)
         x = x + self._sum(layer.output_projection(layer.value_up(latent)))
-        return x + self._sum(layer.mlp(layer.mlp_norm(x))), selection
+        y = layer.mlp_norm(x)
+        if layer.dense:
+            return x + self._sum(layer.expert(y)), selection, None
+        experts, weights = self._route(layer, y)
+        return x + self._sum(layer.mixture(y, experts, weights)), selection, experts
+
+    def _route(self, layer: LayerStages, y: Normed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts of each token of y, int64 [B * Q, topk], ascending, and their weights."""
+        return layer.route(layer.router_logits(y.rows()))
 
     def _select(
         self, layer: LayerStages, q: Normed, index_weights: torch.Tensor, pool: torch.Tensor, span: Span
@@ -238,9 +259,13 @@ class StandardPath:
             scores = index_scores(
                 queries[:, block], keys, heads[:, block], self.config.index_scale, self.products.matmul
             )
-            parts.append(select(scores, span.positions[:, block], self.config.index_topk))
+            parts.append(self._take(scores, span.positions[:, block]))
         positions, valid = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
         return Selection(positions, valid, span.slots_of(positions))
+
+    def _take(self, scores: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `select` gives for index scores [B, Q, L] of tokens at positions [B, Q]."""
+        return select(scores, positions, self.config.index_topk)
 
     def _attend(self, query: torch.Tensor, pool: torch.Tensor, span: Span, selection: Selection | None) -> torch.Tensor:
         """Attention of queries [B, Q, heads, kv_lora + rope] over a pool: latents [B, Q, heads, kv_lora]."""

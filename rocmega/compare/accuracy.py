@@ -1,11 +1,17 @@
-"""Whether an arm computes the model: its logits against float32, row by row.
+"""Whether an arm computes the model: its logits against float32, row by row, on the arm's own choices.
 
-The reference is the same step on the same weights and cache with nothing rounded. How far a correct arm is from it
-depends on the number formats and on the model: where two experts are nearly equal, rounding decides, and such a row's
-logits are some per cent off. So the formats' own error is measured: the standard path's formulas with activations
-rounded where the formats say so, and all else in float32. An arm is judged on several tokens a row, by its typical row
-and by each row's best token, so that a row with a tie decides nothing; neither may be more than FACTOR times as far off
-as the formats' typical row. A forgotten expert, a wrong scale or a stale word is in every token.
+The reference is the same step on the same weights and cache with nothing rounded. Where two experts or two positions
+are nearly equal, rounding decides, and a step of another choice is another step: its logits are some per cent or half
+their size off, in one token and not in the next, whichever arm it is. (Judged without regard to choices, the formats'
+own rounding failed its own bound now and then.) So two things are asked.
+
+Its choices: an arm says what it chose. The best expert or position that it left out may beat the worst that it took by
+no more than rounding explains: both scores may be FACTOR times as far off as the formats' are.
+
+Its arithmetic: float32 follows the arm's choices, and no row of any token may be more than FACTOR times as far off as
+the formats' farthest, nor the typical row than FACTOR times their typical one. How far off the formats are is measured
+too: the standard path's formulas with activations rounded where the formats say so and all else in float32, and float32
+on their choices.
 """
 
 from __future__ import annotations
@@ -13,11 +19,11 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from rocmega.compare.arms import Step
     from rocmega.compare.subject import Subject
     from rocmega.step import StepBatch
@@ -29,21 +35,29 @@ ROWS = 8  # that are judged at least, each on DRAWS tokens at least
 DRAWS = 3
 
 
+class Following(Protocol):
+    """A path that takes somebody's choices, or makes its own: logits, scores, choices (models/glm/following.py)."""
+
+    def follow(self, batch: StepBatch, picks: Any = None) -> tuple[torch.Tensor, Any, Any]: ...
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Distances are relative L2 norms of a row's logits from float32's.
 
     Fields:
-        error: of the typical row; None if there are logits that are not finite.
-        worst: the largest, over rows, of a row's best token.
-        bound: what both may be. formats: what the formats' rounding gives the typical row.
+        error: of the typical row; None if there are logits that are not finite. bound: what it may be.
+        worst: of the farthest row. worst_bound: what it may be. formats: what their rounding gives the typical row.
+        beaten: by how much the best that was left out beats what was chosen; 1 is what rounding explains.
         agree: how many of the `judged` greedy tokens are float32's.
     """
 
     error: float | None
     worst: float | None
     bound: float
+    worst_bound: float
     formats: float
+    beaten: float
     agree: int
     judged: int
 
@@ -54,9 +68,17 @@ class Verdict:
             return "its logits are not finite"
         if self.formats > MOST:
             return f"the number formats alone are {self.formats:.2g} away from float32 here: nothing can be judged"
-        if max(self.error, self.worst) > self.bound:
-            far = f"{self.error:.2g} in the typical row, {self.worst:.2g} in the worst"
-            return f"wrong: away from float32 by {far}, and the number formats explain {self.bound:.2g}"
+        if self.beaten > 1:
+            return (
+                f"wrong: it chose experts or positions that others beat by {self.beaten:.2g} times what the number "
+                "formats explain"
+            )
+        if self.error > self.bound or self.worst > self.worst_bound:
+            return (
+                f"wrong: on its own choices of experts and positions, away from float32 by {self.error:.2g} in the "
+                f"typical row and {self.worst:.2g} in the worst, and the number formats explain {self.bound:.2g} and "
+                f"{self.worst_bound:.2g}"
+            )
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -65,11 +87,57 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Expected:
-    """What float32 says of a batch. tokens: int32 [rows] of each draw; logits: theirs; formats: see Verdict."""
+    """What the formats explain of a batch.
 
-    tokens: list[torch.Tensor]
-    logits: list[torch.Tensor]
-    formats: float
+    Fields: batches: its own tokens and others. typical, worst: rows' errors. experts, positions: of scores.
+    """
+
+    batches: list[StepBatch]
+    typical: float
+    worst: float
+    experts: float
+    positions: float
+
+    def beaten(self, lost: tuple[float, float]) -> float:
+        """What `Scores.lost` says, as a share of what two scores that are as far off as they may be could lose."""
+        return max(
+            lost / (2 * (FACTOR * apart + SLACK))
+            for lost, apart in zip(lost, (self.experts, self.positions), strict=True)
+        )
+
+
+def expect(exact: Following, rounded: Following, batches: list[StepBatch]) -> Expected:
+    """Runs batches with the formats' rounding, and in float32 on the choices that this makes."""
+    errors, experts, positions = [], [], []
+    for batch in batches:
+        logits, scores, picks = rounded.follow(batch)
+        reference, exact_scores, _ = exact.follow(batch, picks)
+        errors += row_errors(logits, reference)
+        apart = scores.apart(exact_scores)
+        experts.append(apart[0])
+        positions.append(apart[1])
+    return Expected(batches, statistics.median(errors), max(errors), max(experts), max(positions))
+
+
+def judge(exact: Following, expected: Expected, results: list[tuple[torch.Tensor, Any]]) -> Verdict:
+    """What an arm's logits and picks for each of the batches are worth."""
+    errors, agree, beaten = [], 0, 0.0
+    for batch, (logits, picks) in zip(expected.batches, results, strict=True):
+        reference, scores, _ = exact.follow(batch, picks)
+        errors += row_errors(logits, reference)
+        agree += int((logits.argmax(-1) == reference.argmax(-1)).sum())
+        beaten = max(beaten, expected.beaten(scores.lost(picks)))
+    finite = all(map(math.isfinite, errors))
+    return Verdict(
+        error=statistics.median(errors) if finite else None,
+        worst=max(errors) if finite else None,
+        bound=FACTOR * expected.typical + SLACK,
+        worst_bound=FACTOR * expected.worst + SLACK,
+        formats=expected.typical,
+        beaten=beaten,
+        agree=agree,
+        judged=len(errors),
+    )
 
 
 class Judge:
@@ -77,33 +145,23 @@ class Judge:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._exact = subject.standard(activations="f32")
-        self._rounded = subject.standard(matrix_units=False)
+        self._exact = subject.following(activations="f32")
+        self._rounded = subject.following(matrix_units=False)
 
     def expect(self, batch: StepBatch) -> Expected:
-        """Runs the batch, with its own tokens and others, in float32."""
+        """Runs the batch, with its own tokens and others."""
         draws = max(DRAWS, -(-ROWS // batch.rows))
         batches = [batch, *(self.subject.with_other_tokens(batch, seed) for seed in range(1, draws))]
-        logits = [self._exact.decode(each) for each in batches]
-        errors = [row_errors(self._rounded.decode(b), exact) for b, exact in zip(batches, logits, strict=True)]
-        typical = statistics.median(error for draw in errors for error in draw)
-        return Expected([each.tokens for each in batches], logits, typical)
+        return expect(self._exact, self._rounded, batches)
 
     def judge(self, step: Step, expected: Expected) -> Verdict:
         """Runs an arm on the same tokens; afterwards it has the batch's own again."""
-        errors, agree = [], 0
-        for tokens, reference in zip(expected.tokens, expected.logits, strict=True):
-            step.place(tokens)
-            logits = step.logits()
-            errors.append(row_errors(logits, reference))
-            agree += int((logits.argmax(-1) == reference.argmax(-1)).sum())
-        step.place(expected.tokens[0])
-        every = [error for draw in errors for error in draw]
-        bound = FACTOR * expected.formats + SLACK
-        if not all(map(math.isfinite, every)):
-            return Verdict(None, None, bound, expected.formats, agree, len(every))
-        worst = max(map(min, zip(*errors, strict=True)))
-        return Verdict(statistics.median(every), worst, bound, expected.formats, agree, len(every))
+        results = []
+        for batch in expected.batches:
+            step.place(batch.tokens)
+            results.append((step.logits().clone(), step.picks()))
+        step.place(expected.batches[0].tokens)
+        return judge(self._exact, expected, results)
 
 
 def row_errors(values: torch.Tensor, reference: torch.Tensor) -> list[float]:

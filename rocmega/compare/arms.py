@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rocmega.errors import RequestError
+from rocmega.errors import DriverError, RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,9 @@ class Step(Protocol):
 
     def logits(self) -> torch.Tensor:
         """Runs the step and gives its logits, float32 [rows, vocab]."""
+
+    def picks(self) -> Any:
+        """What the last step whose logits were asked for chose: `Picks` of the family."""
 
     def tokens(self) -> list[int]:
         """Waits for the last step: each row's greedy token."""
@@ -63,17 +66,22 @@ class StandardStep:
         self.input = path.place(batch)
         self.output: Any = None
         self.best: Any = None
+        self.record: Any = None
 
     def place(self, tokens: torch.Tensor) -> None:
         self.input[0].copy_(tokens)
 
     def enqueue(self) -> None:
-        self.output = self.path.run(*self.input)
+        self.record = self.path.record()
+        self.output = self.path.run(*self.input, self.record)
         self.best = self.output.argmax(-1)
 
     def logits(self) -> torch.Tensor:
         self.enqueue()
         return self.output
+
+    def picks(self) -> Any:
+        return self.record.read()
 
     def tokens(self) -> list[int]:
         return self.best.tolist()
@@ -106,6 +114,9 @@ class Captured:
         self.enqueue()
         return self.step.output
 
+    def picks(self) -> Any:
+        return self.step.picks()  # the graph's memory, which a replay writes again
+
     def tokens(self) -> list[int]:
         return self.step.tokens()
 
@@ -113,9 +124,10 @@ class Captured:
 class MegaStep:
     """One launch."""
 
-    def __init__(self, path: Any, batch: StepBatch, vocab: int) -> None:
-        self.path, self.batch, self.vocab = path, batch, vocab
-        path.place(batch, logits=False)
+    def __init__(self, subject: Subject, batch: StepBatch, *, alone: bool = False) -> None:
+        self.path, self.batch, self.vocab = subject.mega(alone=alone), batch, subject.model.config.vocab_size
+        self.subject, self.alone = subject, alone
+        self.path.place(batch, logits=False)
 
     def place(self, tokens: torch.Tensor) -> None:
         self.batch = dataclasses.replace(self.batch, tokens=tokens)
@@ -126,9 +138,15 @@ class MegaStep:
 
     def logits(self) -> torch.Tensor:
         # A store each, which timed steps do without. Of all ranks' parts of the vocabulary, which are copies, one.
-        values = self.path.decode(self.batch).logits[:, : self.vocab].clone()
+        self.values = self.path.decode(self.batch).logits[:, : self.vocab].clone()
         self.path.place(self.batch, logits=False)
-        return values
+        return self.values
+
+    def picks(self) -> Any:
+        picks, logits = self.subject.mega_picks(self.batch, alone=self.alone)
+        if not bool((logits[:, : self.vocab] == self.values).all()):
+            raise DriverError("launched layer by layer, the mega-task gives other bits than in one launch.")
+        return picks
 
     def tokens(self) -> list[int]:
         return self.path.result().tokens.tolist()
@@ -163,14 +181,14 @@ def _fused(subject: Subject, batch: StepBatch) -> Step:
 
 
 def _mega(subject: Subject, batch: StepBatch) -> Step:
-    return MegaStep(subject.mega(), batch, subject.model.config.vocab_size)
+    return MegaStep(subject, batch)
 
 
 def _mega_alone(subject: Subject, batch: StepBatch) -> Step:
     """Without the hand-offs between ranks, as the other arms are: what those cost."""
     if subject.options.tp == 1:
         raise RequestError("one rank has no hand-offs between ranks: it is the mega arm.")
-    return MegaStep(subject.mega(alone=True), batch, subject.model.config.vocab_size)
+    return MegaStep(subject, batch, alone=True)
 
 
 ARMS: dict[str, Arm] = {

@@ -126,7 +126,7 @@ class Subject:
     model: Model
     contexts: tuple[int, ...]
     cache: PagedCache
-    _megas: dict[bool, Any] = field(default_factory=dict, repr=False)
+    _megas: dict[tuple[bool, int], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, options: Options, progress: Progress = silent) -> Subject:
@@ -177,6 +177,11 @@ class Subject:
         options = {"activations": self.activations, **options}
         return self.module("standard").StandardPath(self.model.config, self.model.weights, self.cache, **options)
 
+    def following(self, **options: Any) -> Any:
+        """The same, on choices that somebody else made."""
+        options = {"activations": self.activations, **options}
+        return self.module("following").FollowingPath(self.model.config, self.model.weights, self.cache, **options)
+
     def fused(self, max_model_len: int) -> Any:
         """The fused standard path, whose activations are bf16."""
         path = self.module("fused").FusedPath
@@ -184,9 +189,20 @@ class Subject:
 
     def mega(self, *, alone: bool = False) -> Any:
         """The mega-task; alone: without hand-offs between ranks. Raises RocmegaError if it cannot be built here."""
-        if alone not in self._megas:
-            self._megas[alone] = self.make_mega(alone=alone)
-        return self._megas[alone]
+        return self._kept_mega(alone, 1)
+
+    def _kept_mega(self, alone: bool, mega_tasks: int) -> Any:
+        key = alone, mega_tasks
+        if key not in self._megas:
+            self._megas[key] = self.make_mega(alone=alone, mega_tasks=mega_tasks)
+        return self._megas[key]
+
+    def mega_picks(self, batch: StepBatch, *, alone: bool = False) -> tuple[Any, torch.Tensor]:
+        """What a step of the mega-task chooses, and its logits, from a launch for each layer."""
+        mega = self._kept_mega(alone, self.layers)
+        mega.place(batch)
+        picks = self.module("picks").picks_of(mega)
+        return picks, mega.result().logits.clone()
 
     def mega_with_timeline(self) -> Any:
         """A mega-task that stamps what its blocks do; the caller closes it."""

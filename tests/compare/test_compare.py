@@ -44,7 +44,8 @@ def test_both_arms_pass_everywhere(report):
     for row in report.rows:
         assert row.reason is None, row.reason
         assert row.verdict.reason is None
-        assert 0 < row.verdict.worst < 0.01  # bf16 rounds to 2^-9; rows with a tie are further off
+        assert 0 < row.verdict.worst < 0.01  # bf16 rounds to 2^-9
+        assert row.verdict.beaten < 1
         assert row.verdict.judged >= 8
         assert [len(times.device_ms) for times in row.rounds] == [2, 2]
 
@@ -124,6 +125,28 @@ def test_an_arm_that_is_wrong_gets_no_latency(name, monkeypatch):
     assert reason in bad.reason
     assert bad.ms is None
     assert bad.rounds == []
+
+
+def test_an_arm_that_takes_other_experts(monkeypatch):
+    """Its arithmetic is right for what it chose, and what it chose is wrong."""
+
+    def next_best(subject, batch):
+        path = subject.standard()
+        route = path._route
+
+        def others(layer, y):
+            experts, weights = route(layer, y)
+            return (experts + 1) % layer.config.n_routed_experts, weights
+
+        path._route = others
+        return arms.StandardStep(path, batch)
+
+    monkeypatch.setitem(arms.ARMS, "other", arms.Arm("faulty", next_best))
+    options = dataclasses.replace(SHARD, rows=(2,), contexts=(20,), arms=("standard", "other"))
+    good, bad = measure(options).rows
+    assert good.ms is not None
+    assert "it chose experts or positions that others beat by" in bad.reason
+    assert bad.ms is None
 
 
 def test_an_arm_whose_tokens_change_while_it_is_timed(monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from rocmega.errors import ConfigError, RequestError
 from rocmega.models.glm.fused import FusedPath
+from rocmega.models.glm.picks import Picks
 from tests.fused.small import Pair, small_model
 
 # Positions around index_topk = 24 and page borders. 256 selects nothing: attention in splits over the block table.
@@ -18,9 +20,24 @@ CASES = {"one row, all": ([150], 256), "rows, selected": ([23, 129], 24)}
 def test_f32_equals_the_standard_path(case: str) -> None:
     positions, topk = CASES[case]
     pair = Pair.of(*small_model("f32", index_topk=topk), positions, 192)
-    wanted, got = pair.standard.decode(pair.batch), pair.fused.decode(pair.batch)
+    records = [path.record() for path in (pair.standard, pair.fused)]
+    wanted, got = (
+        path.run(*path.place(pair.batch), record)
+        for path, record in zip((pair.standard, pair.fused), records, strict=True)
+    )
     assert (got - wanted).norm() < 1e-6 * wanted.norm()  # sums in another order, nothing else
+    assert same(*(record.read() for record in records))
     assert pair.changed() < 1e-5
+
+
+def same(mine: Picks, other: Picks) -> bool:
+    """Experts, and the positions that count."""
+    assert len(mine.experts) == len(other.experts) > 0
+    experts = zip(mine.experts, other.experts, strict=True)
+    positions = zip(mine.positions, other.positions, strict=True)
+    return all(torch.equal(a, b) for a, b in experts) and all(
+        a is b is None or (torch.equal(a[1], b[1]) and torch.equal(a[0][a[1]], b[0][b[1]])) for a, b in positions
+    )
 
 
 @pytest.mark.parametrize(("format", "positions"), [("fp8", [30]), ("mxfp4", [2]), ("mxfp4", [9, 70])])

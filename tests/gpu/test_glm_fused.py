@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 
 from rocmega.cache import PAGE, PagedCache, TorchMemory
 from rocmega.checkpoint import Checkpoint
-from rocmega.compare.accuracy import FACTOR, SLACK, row_errors
+from rocmega.compare.accuracy import expect, judge
 from rocmega.drivers.select import kind_for
 from rocmega.graph import GraphStep
 from rocmega.models.glm import config as glm_config
 from rocmega.models.glm import weights as glm_weights
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.standard import StandardPath
+from rocmega.models.glm.following import FollowingPath
 from rocmega.models.glm.weights import GlmWeights
 from rocmega.step import StepBatch
 from tests.fused.kit import rank_of_glm52
@@ -50,28 +49,22 @@ class Rig:
             if one is not None and other is not None:
                 other.copy_(one.normal_(generator=on_device))
         # Nothing rounded, and rounded only where the formats say so: how far apart they are is the formats' own error.
-        self.exact = StandardPath(config, weights, self.caches[0], activations="f32")
-        self.rounded = StandardPath(config, weights, self.caches[0], activations="bf16", matrix_units=False)
+        self.exact = FollowingPath(config, weights, self.caches[0], activations="f32")
+        self.rounded = FollowingPath(config, weights, self.caches[0], activations="bf16", matrix_units=False)
         self.fused = fused.FusedPath(config, weights, self.caches[1], max_model_len=max_model_len)
 
     def judge(self) -> None:
-        """Several tokens a row, as in rocmega.compare.accuracy: a row in which a near tie is decided otherwise is far
-        off, so the typical row counts, and each row's best token.
-        """
+        """Several tokens a row, as `rocmega compare` judges an arm: its choices, and its logits on them."""
         random = torch.Generator().manual_seed(9)
-        formats, errors = [], []
+        batches, results = [], []
         for _ in range(DRAWS):
             tokens = torch.randint(0, self.config.vocab_size, (self.batch.rows,), generator=random)
-            batch = replace(self.batch, tokens=tokens.to(self.batch.tokens))
-            exact = self.exact.decode(batch)
-            formats += row_errors(self.rounded.decode(batch), exact)
-            errors.append(row_errors(self.fused.decode(batch), exact))
-        bound = FACTOR * statistics.median(formats) + SLACK
-        every = [error for draw in errors for error in draw]
-        print(f"formats {statistics.median(formats):.2e}, typical {statistics.median(every):.2e}, bound {bound:.2e}")
-        assert bound < 0.2, "the formats alone are too far from float32 to judge anything"
-        assert statistics.median(every) < bound
-        assert max(map(min, zip(*errors, strict=True))) < bound
+            batches.append(replace(self.batch, tokens=tokens.to(self.batch.tokens)))
+            record = self.fused.record()
+            results.append((self.fused.run(*self.fused.place(batches[-1]), record), record.read()))
+        verdict = judge(self.exact, expect(self.exact, self.rounded, batches), results)
+        print(verdict)
+        assert verdict.reason is None
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "fp8", "mxfp4"])
