@@ -5,6 +5,7 @@ Kernels built with TIMELINE=1 stamp when a block begins a task, has its input an
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -112,6 +113,13 @@ class Timeline:
     def length(self) -> float:
         """From the first stamp to the last."""
         return max((task.end for task in self.tasks), default=0.0)
+
+    def layer_lengths(self) -> list[float]:
+        """Of each layer, from the last end of the layer before it (or of what comes before the first) to its own."""
+        ends = [0.0] * (self.layers + 2)  # from the layer before the first to the one after the last
+        for task in self.tasks:
+            ends[task.layer + 1] = max(ends[task.layer + 1], task.end)
+        return [end - before for before, end in itertools.pairwise(ends[:-1])]
 
     def stages(self, reads: Mapping[str, float] | None = None, bytes_per_second: float | None = None) -> list[StageRow]:
         """The table. reads: stage -> bytes; bytes_per_second: what the device can read."""

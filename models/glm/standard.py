@@ -176,9 +176,9 @@ class StandardPath:
 
     def forward(self, tokens: torch.Tensor, span: Span, picks: Picks | None = None) -> torch.Tensor:
         """Tokens [B, Q] through all layers, their cache entries written: residual stream float32 [B, Q, hidden]."""
-        return self.through_layers(self.embed(tokens), span)
+        return self.through_layers(self.embed(tokens), span, picks)
 
-    def through_layers(self, x: torch.Tensor, span: Span) -> torch.Tensor:
+    def through_layers(self, x: torch.Tensor, span: Span, picks: Picks | None = None) -> torch.Tensor:
         """The residual stream x [B, Q, hidden] of a span's tokens, from before the first layer to after the last."""
         selection: Selection | None = None
         for layer, latents, keys in zip(self.layers, self.cache.latent, self.cache.index, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rocmega.compare.arms import ARMS
-from rocmega.compare.published import FIGURES
+from rocmega.compare.published import FIGURES, Published
 from rocmega.compare.timing import Times
 
 if TYPE_CHECKING:
@@ -52,18 +52,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Apart:
-    """A step of the mega-task taken apart. bandwidth: the device's, to compare with."""
+    """A step of the mega-task taken apart.
+
+    mixtures: microseconds of a mixture layer without and with an indexer, stamps included; None if it cannot be told.
+    """
 
     rows: int
     context: int
     timeline: Timeline
     stages: list[StageRow]
     diagnosis: str
+    mixtures: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         line = self.timeline
         about = {"rows": self.rows, "context": self.context, "unit": line.unit, "length": line.length}
         about |= {"blocks": line.blocks, "blocks_out_of_room": line.truncated, "diagnosis": self.diagnosis}
+        about |= {"us_of_mixture_layers": self.mixtures}
         return {**about, "stages": [vars(stage) for stage in self.stages]}
 
     def title(self) -> str:
@@ -145,6 +150,12 @@ class Report:
                 "bandwidth: what the stage's bytes would use of it if all blocks did nothing else."
             )
             out.append(self.timeline.diagnosis)
+            if self.timeline.mixtures and self.published:
+                out.append(
+                    "mega, here: median mixture layer without / with an indexer, from the end of the layer before to "
+                    "its own, by the stamps of one step, scaled to the step without stamps. Embedding, head and choice "
+                    "of the token are not in it."
+                )
         for reason in dict.fromkeys(row.reason for row in self.rows if row.reason):
             of = [f"{row.arm} ({_rows(row.rows)}, {row.context:,})" for row in self.rows if row.reason == reason]
             out.append(f"No latency of {', '.join(of)}: {reason}")
@@ -152,7 +163,7 @@ class Report:
         return out
 
     @property
-    def published(self) -> list[Any]:
+    def published(self) -> list[Published]:
         """Figures of others for this model."""
         return [figure for figure in FIGURES if figure.model == self.about["model"]]
 
@@ -162,11 +173,26 @@ class Report:
         for count, context in dict.fromkeys((row.rows, row.context) for row in self.rows):
             rows = [row for row in self.rows if (row.rows, row.context) == (count, context)]
             made.append((self._title(rows[0]), [self._cells(row) for row in rows]))
-        for number, figure in enumerate(self.published, 1):
-            title = f"Published: {_rows(figure.rows)}, context {figure.context:,}, rank of {figure.tp}"
-            layers = " / ".join(map(str, figure.us_per_layer))
-            made.append((title, [(f"{figure.what} [{number}]", "", "", layers, "", "", "", "")]))
+        made += [self._beside(number, figure) for number, figure in enumerate(self.published, 1)]
         return made
+
+    def _beside(self, number: int, figure: Published) -> tuple[str, list[tuple[str, ...]]]:
+        """What others published, and below it ours of the same rows and context where they were measured."""
+        title = f"Published: {_rows(figure.rows)}, context {figure.context:,}, rank of {figure.tp}"
+        if self.bandwidth is not None:
+            times = figure.bandwidth / self.bandwidth.bytes_per_second
+            title += f"; its memory is {times:.2f} times as fast as what was measured here"
+        lines = [_cells_of(f"{figure.what} [{number}]", " / ".join(map(str, figure.us_per_layer)))]
+        apart = self.timeline
+        if apart is not None and apart.mixtures and (apart.rows, apart.context) == (figure.rows, figure.context):
+            scale = self._without_stamps(apart)
+            lines.append(_cells_of("mega, here", " / ".join(f"{us * scale:.1f}" for us in apart.mixtures)))
+        return title, lines
+
+    def _without_stamps(self, apart: Apart) -> float:
+        """The step's time without stamps over that with them; 1 if it was not timed."""
+        timed = [row.ms for row in self.rows if (row.arm, row.rows, row.context) == ("mega", apart.rows, apart.context)]
+        return timed[0] * 1e3 / apart.timeline.length if timed and timed[0] else 1.0
 
     def _title(self, row: Row) -> str:
         title = f"{_rows(row.rows)}, context {row.context:,}"
@@ -226,6 +252,11 @@ class Report:
             "verdict": None if row.verdict is None else row.verdict.to_json(),
             "rounds": [] if row.reason else [times.to_json() for times in row.rounds],
         }
+
+
+def _cells_of(name: str, us_per_layer: str) -> tuple[str, ...]:
+    """A line that has nothing else."""
+    return (name, "", "", us_per_layer, *[""] * (len(HEADER) - 4))
 
 
 def _rows(count: int) -> str:

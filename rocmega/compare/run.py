@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +22,9 @@ from rocmega.compare.timing import WARM_UP, alternate
 from rocmega.errors import RequestError
 from rocmega.progress import Progress, silent
 from rocmega.step import StepBatch
+
+if TYPE_CHECKING:
+    from rocmega.timeline import Timeline
 
 COLD = 4  # a step has to read this many times what the largest cache holds
 STEPS = {"host": 3, "gpu": 50}
@@ -87,7 +91,19 @@ def _take_apart(subject: Subject, read: bandwidth.Bandwidth | None) -> Apart:
     finally:
         mega.close()
     stages = timeline.stages(subject.stage_reads(rows, context), read and read.bytes_per_second)
-    return Apart(rows, context, timeline, stages, timeline.diagnosis(subject.module("flow").PRODUCERS))
+    diagnosis = timeline.diagnosis(subject.module("flow").PRODUCERS)
+    return Apart(rows, context, timeline, stages, diagnosis, _mixtures(timeline, subject.model.config))
+
+
+def _mixtures(timeline: Timeline, config: Any) -> tuple[float, float] | None:
+    """Of mixture layers without and with an indexer, how long the median one takes; None where there are not both."""
+    kinds: dict[bool, list[float]] = {False: [], True: []}
+    for length, dense, full in zip(timeline.layer_lengths(), config.dense_layers, config.full_index, strict=True):
+        if not dense:
+            kinds[full].append(length)
+    if not all(kinds.values()) or timeline.unit != "us":
+        return None
+    return statistics.median(kinds[False]), statistics.median(kinds[True])
 
 
 @dataclass

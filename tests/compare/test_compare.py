@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from rocmega.compare import Options, arms, measure, plot, run, timing
-from rocmega.compare.bandwidth import CHUNK, ReadKernel
+from rocmega.compare.bandwidth import CHUNK, Bandwidth, ReadKernel
 from rocmega.compare.environment import environment
 from rocmega.compare.options import parse
-from rocmega.compare.report import HEADER, Report
+from rocmega.compare.report import HEADER, Apart, Report, Row
 from rocmega.compare.show import plain
 from rocmega.compare.subject import Subject
 from rocmega.drivers.host import HostDriver
 from rocmega.errors import RequestError
 from rocmega.packing import pack_checkpoint
+from rocmega.timeline import Task, Timeline
 
 SHARD = Options(
     tp=2,
@@ -84,6 +85,13 @@ def test_published_figures_stand_beside_the_model_that_they_are_of(report):
     assert report.to_json()["published"] == []
     big = dataclasses.replace(report, about={**report.about, "model": "glm-5.2"})
     assert "37.5 / 53.9" in plain(big)
+    assert "mega, here" not in plain(big)
+    line = Timeline([Task(0, "down", 0, 0, 0.0, 1.0, 6000.0)], ("down",), 1, 4, "us")
+    timed = Row("mega", 1, 3000, rounds=[timing.Times((3.0,), (3.0,))])
+    apart = Apart(1, 3000, line, [], "", (40.0, 60.0))
+    ours = dataclasses.replace(big, rows=[timed], timeline=apart, bandwidth=Bandwidth(4e12, "a way", {}, {}))
+    assert "its memory is 2.00 times as fast" in plain(ours)
+    assert "20.0 / 30.0" in plain(ours)  # the stamped step took twice as long
     assert "MI355X" in "".join(big.notes())
 
 

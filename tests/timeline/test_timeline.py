@@ -92,6 +92,14 @@ def test_the_table():
     assert use.bandwidth is None
 
 
+def test_the_lengths_of_layers():
+    """Layer 0 ends at 4 in one block, layer 1 at 9; what comes before the first at 1."""
+    before = [(0, 0, MAKE, 0, BEGIN), (1000, 0, MAKE, 0, END)]
+    first = [(2000, 1, MAKE, 0, BEGIN), (4000, 1, MAKE, 0, END)]
+    second = [(3000, 3, USE, 0, BEGIN), (9000, 3, USE, 0, END)]
+    assert timeline(before + first, second).layer_lengths()[:2] == [3.0, 5.0]
+
+
 def test_the_diagnosis_says_for_whom_and_how_long():
     text = timeline(ONE, TWO).diagnosis(PRODUCERS)
     assert text.startswith("use waits longest: 25% of all blocks' time, 3.5 us a task.")
