@@ -18,6 +18,7 @@ INPUTS := pyproject.toml $(CONSTRAINTS)
 .PHONY: demo test lint format pytest wheel clean
 demo: $(VENV)/.demo-installed
 	$(BIN)/rocmega demo
+	$(BIN)/rocmega demo --prompt "sort banana="
 	$(BIN)/rocmega demo --ranks 2 --tokens 8
 
 test: lint pytest

@@ -2,8 +2,8 @@
 
 A checkpoint with random weights is decoded greedily by the mega-task, by the standard path and by Hugging Face
 transformers, which shares no code with the other two; where transformers does not know the model, by the family's own
-second writing of it. `rocmega demo` prints the result; `python -m rocmega.demo` is the
-same command.
+second writing of it. With a prompt in text, the small trained model that comes with rocmega answers it, by the same
+ways. `rocmega demo` prints the result; `python -m rocmega.demo` is the same command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ PATHS = ("mega", "standard", "transformers")  # and "reference" in place of the 
 
 @dataclass
 class PathRun:
-    """What one path did. `logits`: f32 [tokens, vocab]. `launches`: of one token; `counted` says what was counted."""
+    """What one path did.
+
+    `logits`: f32 [tokens, vocab]. `launches`: of one token; `counted` says what was counted. `text`: the answer, if the
+    prompt was text.
+    """
 
     tokens: list[int]
     logits: torch.Tensor
@@ -37,17 +41,22 @@ class PathRun:
     launches: float
     counted: str
     seconds: float
+    text: str | None = None
 
 
 @dataclass
 class Comparison:
-    """The demo's result. `runs` holds the paths that ran, `skipped` why another did not."""
+    """The demo's result. `runs` holds the paths that ran, `skipped` why another did not. `text`: the prompt's, if any.
+
+    A prompt in text is answered to the answer's end, one of random tokens goes on for as long as was asked.
+    """
 
     model: str
     device: str
     prompt: list[int]
     runs: dict[str, PathRun] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    text: str | None = None
 
     @property
     def agree(self) -> bool:
@@ -57,8 +66,8 @@ class Comparison:
     def logit_diff(self, one: str, other: str) -> float:
         """The largest difference of two paths' logits, over the steps that have the same tokens before them."""
         a, b = self.runs[one], self.runs[other]
-        differ = (step for step, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y)
-        steps = next(differ, len(a.tokens) - 1) + 1
+        differ = (step for step, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
+        steps = next(differ, min(len(a.tokens), len(b.tokens)) - 1) + 1
         return float((a.logits[:steps] - b.logits[:steps]).abs().max())
 
     @property
@@ -72,7 +81,9 @@ class Comparison:
         return {
             "model": self.model,
             "device": self.device,
+            "prompt": self.text,
             "prompt_token_ids": self.prompt,
+            "texts": self._each("text"),
             "tokens": self._each("tokens"),
             "agree": self.agree,
             "max_logit_diff": self.max_logit_diff,
@@ -101,27 +112,60 @@ def run(
     Raises RocmegaError where the standard path cannot run, or a mega-task that there is. Without transformers, ours
     alone are compared.
     """
-    from rocmega.policy import MEGA_FAMILIES
-
-    prompt, config = prompt_of(model), _presets(model).preset(model)
-    result = Comparison(model, "", prompt)
+    result = Comparison(model, "", prompt_of(model))
     with tempfile.TemporaryDirectory(prefix="rocmega-demo-") as folder:
         progress(f"making {model} with random weights")
         checkpoint = checkpoint_of(model, Path(folder))
-        if config["model_type"] in MEGA_FAMILIES:
-            result.runs["mega"] = _ours(checkpoint, "mega", result, tokens, blocks, device, progress)
-        else:
-            result.skipped["mega"] = f"there is none for model family {config['model_type']!r} yet"
-        result.runs["standard"] = _ours(checkpoint, "standard", result, tokens, blocks, device, progress)
-        try:
-            result.runs["transformers"] = _transformers(checkpoint, config, prompt, tokens, progress)
-        except ModuleNotFoundError as error:
-            result.skipped["transformers"] = f"{error} (pip install 'rocmega[demo]')"
-        except ImportError as error:
-            result.skipped["transformers"] = str(error)
-        if "transformers" in result.skipped and "text_config" in config:  # no released transformers knows these
-            result.runs["reference"] = _reference(checkpoint, config, prompt, tokens, progress)
+        _compare(result, checkpoint, checkpoint, tokens, blocks, device, progress)
     return result
+
+
+def answer(
+    text: str, *, tokens: int = 32, blocks: int | None = None, device: str = "auto", progress: Progress = silent
+) -> Comparison:
+    """Lets the trained model go on from a text, to the end of its answer or for `tokens` tokens, by each path.
+
+    All take the weights as they are stored, in FP8, and round nothing else: transformers gets the same values in
+    float32. Raises as `run` does.
+    """
+    from rocmega.eval.formats import convert
+    from rocmega.models.glm.training import SHIPPED
+    from rocmega.tokenizer import Tokenizer
+
+    result = Comparison(SHIPPED.name, "", Tokenizer(SHIPPED).encode(text), text=text)
+    with tempfile.TemporaryDirectory(prefix="rocmega-demo-") as folder:
+        twin = convert(SHIPPED, Path(folder) / SHIPPED.name, "f32")
+        _compare(result, SHIPPED, twin, tokens, blocks, device, progress)
+    return result
+
+
+def _compare(
+    result: Comparison,
+    checkpoint: Path,
+    twin: Path,
+    tokens: int,
+    blocks: int | None,
+    device: str,
+    progress: Progress,
+) -> None:
+    """Runs all paths. twin: the checkpoint's values in float32, for whom cannot read it."""
+    from rocmega import registry
+    from rocmega.policy import MEGA_FAMILIES
+
+    config = registry.read_config(checkpoint)
+    if config["model_type"] in MEGA_FAMILIES:
+        result.runs["mega"] = _ours(checkpoint, "mega", result, tokens, blocks, device, progress)
+    else:
+        result.skipped["mega"] = f"there is none for model family {config['model_type']!r} yet"
+    result.runs["standard"] = _ours(checkpoint, "standard", result, tokens, blocks, device, progress)
+    try:
+        result.runs["transformers"] = _transformers(twin, config, result, tokens, progress)
+    except ModuleNotFoundError as error:
+        result.skipped["transformers"] = f"{error} (pip install 'rocmega[demo]')"
+    except ImportError as error:
+        result.skipped["transformers"] = str(error)
+    if "transformers" in result.skipped and "text_config" in config:  # no released transformers knows these
+        result.runs["reference"] = _reference(checkpoint, config, result.prompt, tokens, progress)
 
 
 def _presets(model: str) -> Any:
@@ -158,10 +202,8 @@ def _ours(
     def show(text: str, done: int = 0, total: int = 0) -> None:
         progress(f"{path}: {text}", done, total)
 
-    longest = len(result.prompt) + tokens
-    with LLM(
-        checkpoint, device=device, path=path, max_rows=1, max_model_len=longest, blocks=blocks, progress=show
-    ) as llm:
+    settings: dict[str, Any] = {"max_model_len": len(result.prompt) + tokens, "blocks": blocks, "progress": show}
+    with LLM(checkpoint, device=device, path=path, max_rows=1, activations="f32", **settings) as llm:
         import torch
 
         logits: list[torch.Tensor] = []
@@ -169,14 +211,16 @@ def _ours(
         start = time.perf_counter()
         [output] = llm.generate(
             result.prompt,
-            SamplingParams(max_tokens=tokens, ignore_eos=True),
+            SamplingParams(max_tokens=tokens, ignore_eos=result.text is None),
             observer=lambda request, number, row: logits.append(row.float().cpu().clone()),
         )
         seconds = time.perf_counter() - start
         if path == "mega" or not result.device:
             result.device = llm.runner.target
-        count, counted = launches(tokens)
-        return PathRun(output.outputs[0].token_ids, torch.stack(logits), llm.runner.where, count, counted, seconds)
+        [made] = output.outputs
+        count, counted = launches(len(made.token_ids))
+        text = None if result.text is None else made.text
+        return PathRun(made.token_ids, torch.stack(logits), llm.runner.where, count, counted, seconds, text)
 
 
 def _count_mega(llm: LLM) -> Any:
@@ -236,7 +280,7 @@ def _reference(checkpoint: Path, config: dict[str, Any], prompt: list[int], toke
 
 
 def _transformers(
-    checkpoint: Path, config: dict[str, Any], prompt: list[int], tokens: int, progress: Progress
+    checkpoint: Path, config: dict[str, Any], result: Comparison, tokens: int, progress: Progress
 ) -> PathRun:
     """Greedy decoding by transformers' own class and cache, in float32 on the CPU. ImportError without it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the checkpoint: ask no server
@@ -253,17 +297,18 @@ def _transformers(
     transformers.utils.logging.disable_progress_bar()
     of = getattr(transformers, architecture)
     model = of.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    ends = set() if result.text is None else set(config["eos_token_id"])
     chosen: list[int] = []
     rows: list[torch.Tensor] = []
     launches = (0, "not counted: fewer than two tokens")
     start = time.perf_counter()
     with torch.no_grad():
-        output = model(input_ids=torch.tensor([prompt]), use_cache=True)
+        output = model(input_ids=torch.tensor([result.prompt]), use_cache=True)
         for step in range(tokens):
             progress("transformers: decoding", step, tokens)
             rows.append(output.logits[0, -1].float())
             chosen.append(int(rows[-1].argmax()))
-            if step == tokens - 1:
+            if step == tokens - 1 or chosen[-1] in ends:
                 break
             results: list[Any] = []
 
@@ -277,7 +322,10 @@ def _transformers(
             output = results[0]
     seconds = time.perf_counter() - start
     where = f"PyTorch on the CPU, transformers {transformers.__version__}"
-    return PathRun(chosen, torch.stack(rows), where, *launches, seconds)
+    text = None
+    if result.text is not None:
+        text = str(transformers.AutoTokenizer.from_pretrained(checkpoint).decode(chosen, skip_special_tokens=True))
+    return PathRun(chosen, torch.stack(rows), where, *launches, seconds, text)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rocmega.demo import Comparison
     from rocmega.demo_ranks import RanksComparison
 
+MODEL = "glm-5.2-tiny"
 TITLES = {
     "mega": "mega-task",
     "standard": "standard path",
@@ -20,7 +21,12 @@ TITLES = {
 
 
 def demo(
-    model: str = typer.Option("glm-5.2-tiny", help="A model with random weights, such as deepseek-v4-tiny."),
+    model: str | None = typer.Option(
+        None, help="A model with random weights, such as deepseek-v4-tiny; glm-5.2-tiny if left out."
+    ),
+    prompt: str | None = typer.Option(
+        None, metavar="TEXT", help='Let the trained model of the package go on from a text, such as "sort banana=".'
+    ),
     tokens: int = typer.Option(32, min=1, max=1024, help="How many tokens each path decodes."),
     blocks: int | None = typer.Option(None, min=1, help="Blocks of the mega-task. Any number gives the same bits."),
     device: str = typer.Option("auto", help="auto, host, hip or cuda."),
@@ -31,19 +37,28 @@ def demo(
 ) -> None:
     """Decode a tiny model by the mega-task, the standard path and transformers, and compare.
 
-    With --ranks, or under torchrun: by ranks that share it, by PyTorch with a collective library, and by one rank.
+    The tiny model has random weights, and its tokens mean nothing; with --prompt a trained one answers in text: it
+    knows add, subtract, multiply, copy, reverse, sort, count and largest. With --ranks, or under torchrun: by ranks
+    that share the model, by PyTorch with a collective library, and by one rank.
     """
     import torch
 
     from rocmega.cli.output import print_json, progress
-    from rocmega.demo import run
+    from rocmega.demo import answer, run
+    from rocmega.errors import RequestError
 
     torch.set_num_threads(1)  # for matrices as small as these, threads only wait for each other
     started = int(os.environ.get("WORLD_SIZE", "1"))
+    if prompt is not None and (model is not None or started > 1 or ranks > 1):
+        raise RequestError("--prompt is for the trained model and one rank: leave out --model, --ranks and torchrun.")
+    model = model or MODEL
     if started > 1 or ranks > 1:
         return _demo_ranks(ranks, started, model, tokens, blocks, device, json)
     with progress(quiet=json) as show:
-        result = run(model, tokens=tokens, blocks=blocks, device=device, progress=show)
+        if prompt is None:
+            result = run(model, tokens=tokens, blocks=blocks, device=device, progress=show)
+        else:
+            result = answer(prompt, tokens=tokens, blocks=blocks, device=device, progress=show)
     if json:
         print_json(result.report())
     else:
@@ -101,13 +116,18 @@ def _print_ranks(result: RanksComparison) -> None:
 
 def _print(result: Comparison) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from rocmega.cli.output import console
 
     out = console()
-    out.print(f"{result.model}, random weights, a prompt of {len(result.prompt)} tokens, greedy\n")
+    if result.text is None:
+        out.print(f"{result.model}, random weights, a prompt of {len(result.prompt)} tokens, greedy\n")
+    else:
+        out.print(f"{result.model}, a trained model in FP8 ({len(result.prompt)} tokens of prompt), greedy\n")
     for path, run in result.runs.items():
-        out.print(f"[bold]{TITLES[path]}[/bold]: {' '.join(map(str, run.tokens))}")
+        said = " ".join(map(str, run.tokens)) if run.text is None else f"{result.text}{run.text}"
+        out.print(Text.assemble((TITLES[path], "bold"), ": ", said))
     for path, reason in result.skipped.items():
         out.print(f"{TITLES[path]} did not run: {reason}", markup=False)
     table = Table("path", "launches per token", "seconds", "ran on")

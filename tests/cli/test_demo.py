@@ -70,6 +70,38 @@ def test_the_three_paths_agree():
     assert report["launches_per_token"]["transformers"] > 50
 
 
+def test_a_question_in_text_is_answered_by_all_three():
+    pytest.importorskip("transformers")
+    result = run(app, ["demo", "--json", "--prompt", "sort banana=", "--device", "host"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["texts"] == dict.fromkeys(demo.PATHS, "aaabnn")
+    assert report["prompt"] == "sort banana="
+    assert report["prompt_token_ids"] == list(b"sort banana=")
+    assert report["tokens"]["mega"] == [*b"aaabnn", 3]  # and no further
+    assert report["agree"] is True
+    assert 0 < report["max_logit_diff"] < 1e-3
+    assert report["launches_per_token"]["mega"] == 1
+
+
+def test_people_see_question_and_answers(monkeypatch):
+    answered = comparison(mega=path_run([7]), standard=path_run([6]))
+    answered.text, answered.runs["mega"].text, answered.runs["standard"].text = "copy [b]=", "[b]", "[c]"
+    monkeypatch.setattr(demo, "answer", lambda *a, **k: answered)
+    result = run(app, ["demo", "--prompt", "copy [b]="])
+    assert "mega-task: copy [b]=[b]" in result.stdout
+    assert "standard path: copy [b]=[c]" in result.stdout
+    assert "random" not in result.stdout
+    assert result.exit_code == 1
+
+
+@pytest.mark.parametrize("options", [["--model", "glm-5-tiny"], ["--ranks", "2"]])
+def test_text_is_for_the_trained_model_and_one_rank(options):
+    result = run(app, ["demo", "--prompt", "add 1+2=", *options])
+    assert result.exit_code == 2
+    assert "leave out --model, --ranks" in result.stderr
+
+
 def test_without_transformers_two_paths_are_compared(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = run(app, ["demo", "--tokens", "2"])
