@@ -87,6 +87,14 @@ def residency(bench: Bench) -> Seen:
     return f"{handoffs.blocks} blocks resident on {len(xcds)} XCDs", {"blocks_of_xcd": seen}
 
 
+def primitives(bench: Bench) -> Seen:
+    """Waves, LDS, tile products and number formats."""
+    from rocmega.selftest import primitives
+
+    primitives.check(bench.driver, primitives.load(bench.driver))
+    return "waves, LDS, tile products in f32, bf16 and fp8, all codes of FP8, E8M0 and E2M1", {}
+
+
 def handoff(kind: str, bench: Bench) -> Seen:
     """Every block to every other one, every word looked at, while memory streams."""
     from rocmega.selftest.handoff import KINDS
@@ -185,6 +193,7 @@ def long_run(bench: Bench) -> Seen:
 
 CHECKS: dict[str, Check] = {
     "residency": residency,
+    "primitives": primitives,
     "hand-off, tagged": functools.partial(handoff, "tagged"),
     "hand-off, through": functools.partial(handoff, "through"),
     "hand-off, released": functools.partial(handoff, "released"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rocmega.drivers.host import HostDriver
+from rocmega.selftest.primitives import PRODUCTS, numbers, pack
 from rocmega.toolchain import Unit, compile
 from tests.emulator.driver import ARCHS, MMA_K, EmulatorDriver, emulator
 from tests.host.chain import SOURCE, STAGES, Chain
@@ -20,7 +21,7 @@ from tests.platform import kit
 from tests.platform.test_formats import test_all_codes, test_functions, test_rounding, test_widening  # noqa: F401
 from tests.platform.test_memory import test_copies, test_streams_and_claims  # noqa: F401
 from tests.platform.test_quantize import test_groups  # noqa: F401
-from tests.platform.test_tiles import KINDS, numbers, pack, test_widened_products  # noqa: F401
+from tests.platform.test_tiles import test_widened_products  # noqa: F401
 from tests.platform.test_wave_and_lds import test_lds, test_wave  # noqa: F401
 
 emulator()
@@ -59,9 +60,9 @@ def test_hand_over(driver: EmulatorDriver) -> None:
         compare(driver, "hand_over", torch.zeros(1), words=(3 * kit.THREADS, 4), blocks=2)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", PRODUCTS)
 def test_products(driver: EmulatorDriver, kind: str) -> None:
-    n, dtype = KINDS[kind]
+    n, dtype = PRODUCTS[kind]
     if kind == "fp8" and driver.arch == "gfx942":
         dtype = torch.float8_e4m3fnuz
     compare(driver, "tiles", pack(numbers(dtype, 1)), pack(numbers(dtype, 2)), words=(256, 1), n=n)

@@ -1,29 +1,18 @@
-"""Runs the kernels of primitives.hip on the host, or on the GPU that is here."""
+"""Runs the kernels of hip/measure/primitives.hip on the host, or on the GPU that is here."""
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from rocmega.drivers.base import Driver, Module
 from rocmega.drivers.host import HostDriver
-from rocmega.toolchain import Unit, compile
-
-SOURCE = Path(__file__).with_name("primitives.hip")
-THREADS = 256
-LARGE_LDS = 4096  # bytes of the array whose size comes with the launch on NVIDIA GPUs
-
-
-class Args(ctypes.Structure):
-    _fields_ = [*[(name, ctypes.c_uint64) for name in ("a", "b", "out", "out2")], ("n", ctypes.c_uint32)]
-
-
-def unit(mma_k: int = 32) -> Unit:
-    """mma_k 16: the host computes as gfx942 does."""
-    return Unit("primitives", SOURCE, {}, {} if mma_k == 32 else {"MMA_K": mma_k})
+from rocmega.selftest import primitives
+from rocmega.selftest.primitives import THREADS as THREADS
+from rocmega.selftest.primitives import unit as unit
+from rocmega.toolchain import compile
 
 
 @cache
@@ -33,32 +22,18 @@ def module(mma_k: int = 32) -> Module:
 
 @cache
 def gpu_module(driver: Driver) -> Module:
-    return driver.load(compile(unit(), driver.arch))
+    return primitives.load(driver)
+
+
+def module_of(driver: Driver) -> Module:
+    return module() if driver.name == "host" else gpu_module(driver)
 
 
 def run(
-    name: str,
-    a: torch.Tensor,
-    b: torch.Tensor | None = None,
-    *,
-    words: tuple[int, int],
-    n: int = 0,
-    blocks: int = 1,
-    mma_k: int = 32,
-    out2: torch.Tensor | None = None,
-    driver: Driver | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launches a kernel; its outputs as int32 of so many words. out2: what the second holds before."""
+    name: str, a: torch.Tensor, b: torch.Tensor | None = None, *, mma_k: int = 32, driver: Driver | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Launches a kernel, as `primitives.run`. mma_k: of the host."""
     driver = driver or HostDriver()
     loaded = module(mma_k) if driver.name == "host" else gpu_module(driver)
-    a = a.to(driver.device)
-    b = a if b is None else b.to(driver.device)
-    with driver.shared("out", 4 * words[0]) as first, driver.shared("out2", 4 * words[1]) as second:
-        if out2 is not None:
-            second.tensor.copy_(out2.view(torch.uint8))
-        args = Args(driver.constant(a), driver.constant(b), first.address, second.address, n)
-        args_there = torch.frombuffer(bytearray(args), dtype=torch.uint8).to(driver.device)
-        lds = LARGE_LDS if driver.name == "cuda" else 0
-        driver.launch(loaded.function(name), driver.constant(args_there), blocks, THREADS, lds)
-        driver.synchronize()
-        return first.tensor.view(torch.int32).cpu().clone(), second.tensor.view(torch.int32).cpu().clone()
+    return primitives.run(driver, loaded, name, a, b, **options)

@@ -9,25 +9,10 @@ import numpy as np
 import torch
 
 from rocmega.drivers import Driver
-from tests.platform.kit import run
+from rocmega.selftest.primitives import FNUZ, OCP, codes
+from tests.platform.kit import module_of, run
 
 A = torch.zeros(1)
-CODES = torch.arange(256, dtype=torch.uint8)
-
-
-def e4m3(bias: int) -> torch.Tensor:
-    """The numbers of all bytes: sign, 4 bits of exponent, 3 of mantissa. bias 7: OCP; 8: FNUZ."""
-    exponent, mantissa = CODES.double() // 8 % 16, CODES.double() % 8
-    size = torch.where(
-        exponent == 0, mantissa / 8 * 2.0 ** (1 - bias), (1 + mantissa / 8) * torch.exp2(exponent - bias)
-    )
-    nan = CODES == 0x80 if bias == 8 else CODES & 0x7F == 0x7F
-    return torch.where(CODES < 128, size, -size).masked_fill(nan, float("nan"))
-
-
-OCP, FNUZ = e4m3(7), e4m3(8)
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-E8M0 = torch.exp2(CODES.double() - 127).masked_fill(CODES == 255, float("nan"))
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -39,14 +24,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def test_all_codes(device: Driver) -> None:
-    out, pairs = run("decode_all", A, words=(1024, 256 * 8), driver=device)
-    decoded = out.view(4, 256).view(torch.float32)
-    same(decoded[0], OCP)
-    same(decoded[1], FNUZ)
-    same(decoded[2], E8M0)
-    same(decoded[3], E2M1[CODES.int() & 15])
-    # All E2M1 codes times all E8M0 scales; 0 times a scale that is NaN is NaN.
-    same(pairs.view(torch.bfloat16).view(256, 16), E2M1 * E8M0[:, None])
+    codes(device, module_of(device))
 
 
 def test_widening(device: Driver) -> None:

@@ -7,8 +7,9 @@ import torch
 
 from rocmega.drivers import Driver
 from rocmega.models.common.formulas import fp8_activations, mxfp8_activations
+from rocmega.selftest.primitives import E8M0, FNUZ, OCP
 from tests.platform.kit import run
-from tests.platform.test_formats import E8M0, FNUZ, OCP, nearest_even
+from tests.platform.test_formats import nearest_even
 
 
 def activations(groups: int) -> torch.Tensor:

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from rocmega.drivers import Driver
-from tests.platform.kit import run
-
-KINDS = {"f32": (0, torch.float32), "bf16": (1, torch.bfloat16), "fp8": (2, torch.float8_e4m3fn)}
-
-
-def pack(matrix: torch.Tensor) -> torch.Tensor:
-    """[16, 64 bytes] -> 64 slots of 16 bytes, slot = chunk * 16 + row."""
-    return matrix.contiguous().view(torch.uint8).view(16, 4, 16).permute(1, 0, 2).contiguous()
+from rocmega.selftest.primitives import PRODUCTS, numbers, pack, product
+from tests.platform.kit import module_of, run
 
 
 def instruction_order(columns: int, at_once: int) -> list[np.ndarray]:
@@ -33,19 +27,14 @@ def accumulate(acc: np.ndarray, a: np.ndarray, b: np.ndarray, at_once: int) -> n
     return acc
 
 
-def numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    columns = 64 // dtype.itemsize
-    return (torch.randn(16, columns, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
-
-
 def double(m: torch.Tensor) -> np.ndarray:
     return m.float().numpy().astype(np.float64)
 
 
 @pytest.mark.parametrize("mma_k", [32, 16])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", PRODUCTS)
 def test_products(kind: str, mma_k: int) -> None:
-    n, dtype = KINDS[kind]
+    n, dtype = PRODUCTS[kind]
     if kind == "fp8" and mma_k == 16:
         dtype = torch.float8_e4m3fnuz
     a, b = numbers(dtype, 1), numbers(dtype, 2)
@@ -58,16 +47,9 @@ def test_products(kind: str, mma_k: int) -> None:
     assert np.abs(want - exact).max() < 1e-5 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_products_on_a_gpu(gpu: Driver, kind: str) -> None:
-    """Close: the matrix units round sums in their own way. f32 is three TF32 products on NVIDIA."""
-    n, dtype = KINDS[kind]
-    if kind == "fp8" and gpu.arch == "gfx942":
-        dtype = torch.float8_e4m3fnuz
-    a, b = numbers(dtype, 1), numbers(dtype, 2)
-    out, _ = run("tiles", pack(a), pack(b), words=(256, 1), n=n, driver=gpu)
-    want = double(a) @ double(b).T + double(b) @ double(a).T
-    assert np.abs(out.view(16, 16).view(torch.float32).numpy() - want).max() < 2e-6 * np.abs(want).max()
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_products_are_near(device: Driver, kind: str) -> None:
+    product(device, module_of(device), kind)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 9, 16])

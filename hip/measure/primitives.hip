@@ -1,8 +1,8 @@
-// Each kernel uses one group of primitives; test_*.py says what should come out, and what the AMD assembly should hold.
+// Each kernel uses one group of primitives. rocmega/selftest/primitives.py and tests/platform say what should come out.
 constexpr int LDS_WORDS = 1024;
 #include "tile/quantize.h"
 
-struct Args {  // mirrored in kit.py
+struct Args {  // mirrored in rocmega/selftest/primitives.py
   const void *a, *b;
   u32 *out, *out2;
   u32 n;
