@@ -5,7 +5,8 @@ VENV ?= .venv
 CONSTRAINTS ?= requirements/cpu.txt
 # A pip option that finds the small CPU build of torch. Empty: only the registries that pip knows.
 TORCH_INDEX ?= $$($(VENV)/bin/python requirements/torch_index.py)
-# Test processes. The suite is written for two cores.
+# Test processes. The suite is written for two cores; each takes the tests of one half in their order, so that what a module's
+# tests share is made once, and at the end takes from the other what is left.
 JOBS ?= 2
 PYTEST_ARGS ?=
 
@@ -35,7 +36,7 @@ format: $(VENV)/.test-installed
 	$(if $(DEVICE_SOURCES),$(BIN)/clang-format -i $(DEVICE_SOURCES))
 
 pytest: $(VENV)/.test-installed
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 wheel: $(VENV)/.test-installed
 	$(BIN)/python -m build --outdir dist .

@@ -31,6 +31,14 @@ ODD = {
     "index_n_heads": 32, "index_topk": 100, "vocab_size": 528,
 }  # fmt: skip
 
+# Half of the tiny model's layers, for what is run with many orders and blocks: a dense one and mixtures, selections of
+# their own and shared ones; and each slot of a region, which layers take in turns, is written again.
+SHALLOW = {
+    **presets.PRESETS["glm-5.2-tiny"],
+    "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"], "first_k_dense_replace": 1,
+}  # fmt: skip
+OWN = {"odd": ODD, "shallow": SHALLOW}
+
 
 @dataclass
 class Model(Driven):
@@ -58,7 +66,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def packed(tiny_checkpoint) -> Callable[..., tuple[GlmConfig, GlmWeights]]:
-    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`, also "odd".
+    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`, also of OWN.
 
     activations: what they are packed for.
     """
@@ -66,8 +74,9 @@ def packed(tiny_checkpoint) -> Callable[..., tuple[GlmConfig, GlmWeights]]:
     @cache
     def load(*args, activations: str = "auto", **options) -> tuple[GlmConfig, GlmWeights]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(presets.PRESETS, "odd", ODD)
-            patch.setattr(presets, "WRITABLE", (*presets.WRITABLE, "odd"))
+            for name, config in OWN.items():
+                patch.setitem(presets.PRESETS, name, config)
+            patch.setattr(presets, "WRITABLE", (*presets.WRITABLE, *OWN))
             directory = tiny_checkpoint(*args, **options)
         config = from_dir(directory)
         return config, pack(Checkpoint(directory), config, activations=activations)

@@ -47,7 +47,7 @@ def run(subject: Bench, wanted: list[Choice | None]) -> tuple[list[int], torch.T
 
 @pytest.fixture(scope="module")
 def subject(bench) -> Bench:
-    return bench("glm-5.2-tiny", "f32", POSITIONS[:7], blocks=5)
+    return bench("shallow", "f32", POSITIONS[:7], blocks=5)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_choices_are_not_all_the_largest(subject, plain):
 
 
 def test_nothing_is_found_by_the_checks(bench):
-    subject = bench("glm-5.2-tiny", "f32", POSITIONS[:3], blocks=3)
+    subject = bench("shallow", "f32", POSITIONS[:3], blocks=3)
     wanted = choices(3, 5)
     expected = run(subject, wanted)
     subject.driver.check = True

@@ -20,7 +20,7 @@ NONE = [()] * 3
 
 @pytest.fixture(scope="module")
 def subject(bench) -> Bench:
-    return bench("glm-5.2-tiny", "f32", ENDS, blocks=5)
+    return bench("shallow", "f32", ENDS, blocks=5)
 
 
 def batch(subject: Bench, tokens: list[int], step: int = 0) -> StepBatch:
@@ -79,7 +79,7 @@ def test_steps_of_one_go_on_after_it(subject):
 
 @pytest.mark.parametrize("blocks", [3, 32])
 def test_nothing_is_found_by_the_checks(blocks, bench):
-    subject = bench("glm-5.2-tiny", "f32", ENDS, blocks=blocks)
+    subject = bench("shallow", "f32", ENDS, blocks=blocks)
     expected = at_once(subject, drawn=True, tokens=3)
     subject.driver.check, subject.driver.seed = True, blocks
     tokens, pools = at_once(subject, drawn=True, tokens=3)

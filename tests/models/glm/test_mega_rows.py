@@ -23,7 +23,7 @@ ROWS_OF = {"glm-5.2-tiny": POSITIONS, "odd": ODD_POSITIONS}
 def test_a_row_is_the_same_in_any_company(name, dtype, bench):
     """M = 1, 3, 8 and 16; in the odd model activations of 16 rows come in chunks and those of one row do not."""
     subject: Bench = bench(name, dtype, ROWS_OF[name])
-    alone = {row: subject.step([row]) for row in (range(ROWS) if dtype == "f32" else (0, 3, 7, 13, 15))}
+    alone = {row: subject.step([row]) for row in (range(ROWS) if name != "odd" else (0, 3, 7, 13, 15))}
     for rows in (list(range(16)), [15, 0, 7], list(range(1, 16, 2))):
         together = subject.step(rows)
         for at, row in enumerate(rows):
@@ -48,7 +48,7 @@ def test_rows_share_experts_and_have_none_in_common(bench):
 @pytest.fixture(scope="module")
 def mixed(bench) -> Bench:
     """Three rows: longer than the selection, shorter, and at a page border."""
-    return bench("glm-5.2-tiny", "f32", POSITIONS[:3])
+    return bench("shallow", "f32", POSITIONS[:3])
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_nothing_is_found_in_other_models(name, dtype, positions, bench):
         assert subject.step().same_bits(expected)
 
 
-@pytest.mark.parametrize("mega_tasks", [1, 2, 3, 8])
+@pytest.mark.parametrize("mega_tasks", [1, 2, 3, 4])
 def test_any_split_into_mega_tasks(mega_tasks, mixed, expected, driver):
     mixed.remake(blocks=5, mega_tasks=mega_tasks)
     assert mixed.mega.launches_per_step == mega_tasks

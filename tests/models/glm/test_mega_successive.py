@@ -34,7 +34,7 @@ def rows_of(step: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def subject(bench) -> Bench:
-    return bench("glm-5.2-tiny", "f32", ENDS, blocks=5)
+    return bench("shallow", "f32", ENDS, blocks=5)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -49,7 +49,7 @@ def test_successive_tokens_at_once_are_those_tokens_one_by_one(step, subject):
 def test_nothing_is_found_by_the_checks(bench):
     """With many blocks: of few, each has taken part in something that attention waits for anyway, and a row that does
     not wait for the entries of those before it goes unnoticed."""
-    subject = bench("glm-5.2-tiny", "f32", ENDS, blocks=32)
+    subject = bench("shallow", "f32", ENDS, blocks=32)
     rows = rows_of(STEPS[-1])
     expected, _ = run(subject, [rows])
     subject.driver.check = True
