@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rocmega.drivers.host import HostDriver
+from rocmega.selftest.handoff import KINDS, Handoffs
 from rocmega.selftest.primitives import PRODUCTS, numbers, pack
 from rocmega.toolchain import Unit, compile
 from tests.emulator.driver import ARCHS, MMA_K, EmulatorDriver, emulator
@@ -105,3 +106,10 @@ def test_chain_without_a_producer(driver: EmulatorDriver) -> None:
     assert block < 3
     assert STAGES[stage] == "narrow"
     assert (expected, seen) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stress_of_hand_offs(driver: EmulatorDriver, kind: str) -> None:
+    """The self test's kernel, which a person with an AMD GPU runs first."""
+    run = Handoffs(driver).stress(kind, 4, blocks=3)
+    assert run.xcds == (0, 1, 2)
