@@ -14,7 +14,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rocmega import policy
 from rocmega.errors import RequestError, RocmegaError
@@ -52,7 +52,8 @@ class LLM:
     grain in which prompts share their beginning. draft_tokens: how many tokens may be guessed ahead for each request
     in each step, and checked in rows to spare; the answer stays the same. draft_method: where guesses come from:
     "lookup", what followed the same tokens before; "mtp", the checkpoint's layer for it, where it has one.
-    tokens_per_launch: how many steps the mega-task may do in one launch; tokens come that many at a time.
+    tokens_per_launch: how many steps the mega-task may do in one launch, "auto" for as many as it can; tokens are read
+    while it runs, and a request that joins or leaves ends it within a token.
     blocks: blocks of the mega-task; None is one per compute unit (a few
     on the CPU target). Any number gives the same bits. seed: of the CPU target's scheduler; None is plain order.
     activations: how exact they are when they meet big matrices: "bf16"; "fp8", quantized per group where the weights
@@ -79,7 +80,7 @@ class LLM:
         prefill_chunk: int | None = None,
         draft_tokens: int = 0,
         draft_method: str = "lookup",
-        tokens_per_launch: int = 1,
+        tokens_per_launch: int | Literal["auto"] = 1,
         blocks: int | None = None,
         seed: int | None = None,
         activations: str = "auto",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from rocmega.drivers.base import Driver
     from rocmega.parallel import Group
+    from rocmega.ring import TokenLaunch
     from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
     from rocmega.timeline import Producers, Timeline
@@ -232,27 +233,25 @@ class Runner:
             sequence.length += 1
         return step
 
-    def steps(
+    def start(
         self,
         rows: Sequence[tuple[CachedSequence, int]],
         count: int,
         stops: Sequence[Collection[int]],
         path: str = "auto",
         choices: Sequence[Choice | None] | None = None,
-    ) -> list[list[int]] | None:
-        """Up to `count` tokens of each row by one launch of the mega-task; None where only single steps can be done.
+    ) -> TokenLaunch | None:
+        """Starts a launch of up to `count` tokens of each row; None where only single steps can be done.
 
-        stops: of each row, tokens at which the launch ends. The rows are different sequences, with pages for all of it.
-        Returns the tokens of each step that was done.
+        stops: of each row, tokens at which the launch ends. The rows are different sequences, with pages for all of it;
+        whoever reads the launch counts what they have cached. Until it is over nothing else may run.
         """
         sequences = [sequence for sequence, _ in rows]
         features = frozenset({"sampling" if any(choices or ()) else "greedy"})
         if self.tp > 1 or self.decide(sequences, path, features, count).path != "mega":
             return None
-        tokens: list[list[int]] = self._mega.decode_many(self._batch(rows), count, stops, choices).tolist()
-        for sequence in sequences:
-            sequence.length += len(tokens)
-        return tokens
+        launch: TokenLaunch = self._mega.launch_many(self._batch(rows), count, stops, choices)
+        return launch
 
     def decide(
         self,

@@ -53,14 +53,24 @@ template <int VOCAB_OF_RANK> DEVICE bool best_of_ranks(Step& s, u32 tag, int row
   return true;
 }
 
+constexpr u32 LAST = 1u << 31;  // beside a chosen token, which is below 2^21: the launch ends with it
+
 // Where a row's token goes: to the host, and to the next token of the launch.
 struct TokensOut {
-  u32* tokens;  // [rows]
-  Pair* next;   // [rows]
+  u32* tokens;        // [rows], read after the launch
+  Pair* next;         // [rows]
+  Pair* ring;         // [rows] memory of the host, which reads it during the launch
+  const u32* cancel;  // memory of the host: not 0 when it wants no more tokens
 
+  // Blocks that asked the host themselves would hear different answers, and some would wait for those that have left. So who
+  // chooses the token asks, and the answer goes with it: a read across the bus for each token, on the way to the next.
   DEVICE void put(int row, u32 token, u32 tag) const {
     store_plain(tokens + row, token, tag);
-    if (MANY_TOKENS) store_pair(next + row, {token, tag});
+#if MANY_TOKENS
+    u32 last = load_system(cancel, ANY_EPOCH) ? LAST : 0;
+    store_pair_system(ring + row, {token, tag});
+    store_pair(next + row, {token | last, tag});
+#endif
   }
 };
 

@@ -44,7 +44,7 @@ WRITES = {
     "gate_up": ["middle"],
     "down_sum": ["x", "parts"],
     "head": ["best", "logits"],
-    "sample": ["tokens_out", "candidates"],
+    "sample": ["tokens_out", "ring", "candidates"],
 }
 
 

@@ -104,14 +104,16 @@ struct Decode {
   }
 
 #if MANY_TOKENS
-  // Whether a row ends with the token just chosen. False if it never came.
+  // Whether a row, or the launch, ends with the token just chosen. False if it never came.
   DEVICE bool any_stops(bool& any) {
     u32 row = thread_id();
     bool ok = true, mine = false;
     if (row < s.rows) {
       Pair got[1];
       ok = s.collect(tag(2 * a->layers + 1), [&](int) { return a->next_tokens + row; }, got);
-      for (u32 i = 0; i < STOPS; ++i) mine |= load_constant(a->stops + row * STOPS + i) == got[0].payload;
+      u32 token = got[0].payload & ~LAST;
+      mine = token != got[0].payload;
+      for (u32 i = 0; i < STOPS; ++i) mine |= load_constant(a->stops + row * STOPS + i) == token;
     }
     if (!s.all_ok(ok)) return false;
     any = block_any(mine);
@@ -123,7 +125,9 @@ struct Decode {
  private:
   // The first token's inputs are the host's, the others' what was chosen.
   DEVICE TokensIn tokens_in() const { return {a->tokens_in, a->next_tokens, MANY_TOKENS && token ? tag(0) - 1 : 0}; }
-  DEVICE TokensOut tokens_out() const { return {a->tokens_out + at_token(), a->next_tokens}; }
+  DEVICE TokensOut tokens_out() const {
+    return {a->tokens_out + at_token(), a->next_tokens, a->ring + at_token(), a->cancel};
+  }
   DEVICE u32 tag(u32 version) const { return a->epoch + (MANY_TOKENS ? token * (2 * a->layers + 2) : 0) + version; }
   // Where this token's entries of [tokens][ROWS] begin.
   DEVICE u32 at_token() const { return MANY_TOKENS ? token * ROWS : 0; }

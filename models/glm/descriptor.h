@@ -115,8 +115,11 @@ struct DecodeArgs {
   const Choice* choices;  // [ROWS], or null: the largest logit of each row
   const Adjustment* adjustments;  // [ROWS][adjustment_stride]
   u32 adjustment_stride;
-  f32* logits;          // [ROWS][VOCAB], written if not null; needed where there are choices
-  u32* tokens_out;      // [tokens][ROWS]
+  f32* logits;      // [ROWS][VOCAB], written if not null; needed where there are choices
+  u32* tokens_out;  // [tokens][ROWS]
+  // Memory of the host, in kernels of several tokens; else null.
+  Pair* ring;           // [tokens][ROWS] the tokens as they are chosen; a place is a token's number in the launch
+  const u32* cancel;    // not 0: the launch ends with the token that is being chosen
   Vec4* timeline;       // [blocks][timeline_capacity] of kernels built for it (hip/handoff/timeline.h), or null
   u32* timeline_count;  // [blocks]
   u32 timeline_capacity;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,8 @@ from rocmega.models.glm import kernel
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import rope_angles
+from rocmega.models.glm.shard import split_layers, symmetric_bytes
+from rocmega.ring import TokenLaunch, TokenRing
 from rocmega.sampling.device import ChoiceTable
 from rocmega.timeline import CAPACITY, Timeline
 from rocmega.timeline import read as read_timeline
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
     from rocmega.cache import PagedCache
-    from rocmega.drivers.base import Driver, Function, SharedBuffer
+    from rocmega.drivers.base import Driver, Function, Running, SharedBuffer
     from rocmega.models.glm.weights import GlmWeights, Layer
     from rocmega.parallel import Group, SymmetricBuffer
     from rocmega.sampling.choose import Choice
@@ -56,16 +57,6 @@ class StepResult:
 def rope_table(config: GlmConfig, positions: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Cosine and sine of every position and pair of channels, f32 [positions, rope / 2, 2]."""
     return rope_angles(torch.arange(positions), config.rope_theta, config.qk_rope_head_dim).to(device)
-
-
-def symmetric_bytes(config: GlmConfig, tp: int) -> dict[str, tuple[int, int]]:
-    """Sizes of what all ranks write, by field of DecodeArgs, and the stride from one rank's place to the next one's."""
-    place = kernel.ROWS * config.hidden_size * 8
-    return {
-        "parts": (2 * tp * place, place),
-        "candidates": (tp * kernel.ROWS * 2 * 8, kernel.ROWS * 2 * 8),
-        "alarms": (4, 0),
-    }
 
 
 def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dict[str, int]:
@@ -144,10 +135,13 @@ class MegaPath:
         self.max_rows, self.max_model_len, self.stamped, self.group = max_rows, max_model_len, timeline, group
         self.activations = choose(weights.formats, activations)
         self.max_pages = -(-max_model_len // PAGE)
-        self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
+        self.layer_splits = split_layers(config.num_hidden_layers, mega_tasks)
         self._header = descriptor.load(kernel.FOLDER / "descriptor.h")
         self._function = self._load(artifact)
         self._many: Function | None = None  # for several tokens a launch, made when first wanted
+        self._ring: TokenRing | None = None  # likewise
+        self._running: Running | None = None  # the last launch of several tokens
+        self._flight: TokenLaunch | None = None
         resident = driver.max_blocks(self._function, kernel.THREADS, self._dynamic_lds)
         self.blocks = min(resident, driver.facts().compute_units) if blocks is None else blocks
         self._keep: list[torch.Tensor] = []  # tensors whose addresses the kernel has
@@ -187,12 +181,26 @@ class MegaPath:
         stops: Sequence[Collection[int]],
         choices: Sequence[Choice | None] | None = None,
     ) -> torch.Tensor:
-        """Runs up to `tokens` steps in one launch, each on what the one before chose.
+        """Runs up to `tokens` steps in one launch and waits for them: `launch_many`, whose arguments it has.
+
+        Returns int32 [steps, rows] on the CPU. Raises as `launch_many` does, and StepError if the kernel gave up.
+        """
+        launch = self.launch_many(batch, tokens, stops, choices)
+        return torch.tensor(list(launch), dtype=torch.int32)
+
+    def launch_many(
+        self,
+        batch: StepBatch,
+        tokens: int,
+        stops: Sequence[Collection[int]],
+        choices: Sequence[Choice | None] | None = None,
+    ) -> TokenLaunch:
+        """Starts up to `tokens` steps in one launch, each on what the one before chose; gives them as they come.
 
         stops: of each row, at most 16 tokens; the launch ends with the first step in which a row chooses one of them.
         The rows are different requests, with pages for all the steps. choices: of the first step; of later ones the
-        number is larger, and nothing else changes. Returns int32 [steps, rows] on the CPU. Raises RequestError if that
-        cannot be done in one launch, StepError if the kernel gave up waiting.
+        number is larger, and nothing else changes. The launch has to be read to its end before anything else runs.
+        Raises RequestError if that cannot be done in one launch.
         """
         self._check_many(batch, tokens, stops)
         self.place(batch, logits=False, choices=choices)
@@ -201,13 +209,16 @@ class MegaPath:
         self._stops.fill_(-1)
         for row, ends in enumerate(stops):
             self._stops[row, : len(ends)] = torch.tensor(list(ends), dtype=torch.int32)
-        self._count = tokens
+        self._count, self._streams = tokens, True
+        self._ring = ring = self._ring or TokenRing(self.driver, MAX_TOKENS, kernel.ROWS)
+        self._args.ring, self._args.cancel = ring.address, ring.cancel_address
+        ring.begin()
         self.enqueue()
-        self.driver.synchronize()
-        self._raise_if_given_up()
-        chosen = self._view("tokens_out", torch.int32).view(MAX_TOKENS, -1)[:tokens, :rows].cpu().clone()
-        ended = [step for step, row in enumerate(chosen.tolist()) if any(map(_among, row, stops))]
-        return chosen[: ended[0] + 1] if ended else chosen
+        assert self._running is not None
+        span = self._tags_of_token
+        tag = self._args.epoch + span - 1  # of what is chosen: the last of its token
+        self._flight = TokenLaunch(ring, self._running, rows, tokens, tag, span, stops, self._raise_if_given_up)
+        return self._flight
 
     def _check_many(self, batch: StepBatch, tokens: int, stops: Sequence[Collection[int]]) -> None:
         if self.weights.tp > 1 or self.launches_per_step > 1 or not 1 <= tokens <= MAX_TOKENS:
@@ -225,7 +236,9 @@ class MegaPath:
         )
 
     def place(self, batch: StepBatch, *, logits: bool = True, choices: Sequence[Choice | None] | None = None) -> None:
-        """Gives the next steps their input. Raises RequestError if the batch does not fit."""
+        """Gives the next steps their input. Raises RequestError if the batch does not fit, or a launch still runs."""
+        if self._flight is not None and not self._flight.over:
+            raise RequestError("a launch of several tokens still runs: read it to its end first.")
         batch.check(
             vocab=self.config.vocab_size,
             cache_pages=self.cache.pages,
@@ -236,7 +249,7 @@ class MegaPath:
         self._tokens[:rows] = batch.tokens
         self._positions[0, :rows] = batch.positions
         self._first_written[0, :rows] = batch.first_written()
-        self._count = 1
+        self._count, self._streams = 1, False
         pages = min(batch.block_table.shape[1], self.max_pages)
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         args.rows = rows
@@ -305,6 +318,14 @@ class MegaPath:
 
     def close(self) -> None:
         """Frees what the launches write; the cache and the weights are the caller's. Ranks close together."""
+        if self._flight is not None:
+            self._flight.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._ring, self._flight = None, None
+        self._close_regions()
+
+    def _close_regions(self) -> None:
         for symmetric in reversed(self._symmetric.values()):
             symmetric.close()
         for buffer in self._regions.values():
@@ -356,10 +377,11 @@ class MegaPath:
     def _launch(self) -> None:
         self._args_bytes.copy_(torch.frombuffer(bytearray(self._args), dtype=torch.uint8))
         address = self.driver.constant(self._args_bytes)
-        function = self._function
-        if self._count > 1:
-            self._many = function = self._many or self._load(None, many=True)
-        self.driver.launch(function, address, self.blocks, kernel.THREADS, self._dynamic_lds)
+        shape = (address, self.blocks, kernel.THREADS, self._dynamic_lds)
+        if not self._streams:
+            return self.driver.launch(self._function, *shape)
+        self._many = self._many or self._load(None, many=True)
+        self._running = self.driver.start(self._many, *shape)
 
     def _raise_if_given_up(self) -> None:
         launch, *blocks = self._view("error", torch.int32).view(-1, ERROR_WORDS).tolist()
@@ -379,9 +401,13 @@ class MegaPath:
         error = StepError(*facts, peer=peer - 1 if peer else None)
         raise StepError(*facts, self.group.failure(str(error)), peer=error.peer) if self.group else error
 
+    @property
+    def _tags_of_token(self) -> int:
+        return 2 * self.config.num_hidden_layers + 2
+
     def _next_epoch(self, tokens: int) -> int:
         """Tags of a token are epoch ... epoch + 2 * layers + 1, and grow."""
-        span = 2 * self.config.num_hidden_layers + 2
+        span = self._tags_of_token
         if self._epoch + (tokens + 1) * span >= LAST_EPOCH:
             self._open_regions()
         self._epoch += tokens * span
@@ -389,7 +415,9 @@ class MegaPath:
 
     def _open_regions(self) -> None:
         """Fresh regions, all zero, with epochs from the start: no tag of before can be taken for one of later."""
-        self.close()
+        self._close_regions()
+        if self._ring is not None:
+            self._ring.clear()
         self._epoch = 0
         sizes = region_bytes(self.config, self.weights.tp, self.max_pages, self.blocks)
         if self.stamped:
@@ -457,17 +485,3 @@ class MegaPath:
     def _constant(self, tensor: torch.Tensor) -> int:
         self._keep.append(tensor)
         return self.driver.constant(tensor)
-
-
-def _among(token: int, ends: Collection[int]) -> bool:
-    return token in ends
-
-
-def _split_layers(layers: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges of layers, as even as can be."""
-    if not 1 <= parts <= layers:
-        raise RequestError(
-            f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks."
-        )
-    borders = [layers * part // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(borders))

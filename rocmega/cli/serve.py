@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -24,6 +25,7 @@ def serve(
     cache_pages: int | None = typer.Option(None, min=1, help="Pages of 64 tokens; enough for all rows if not given."),
     draft_tokens: int = typer.Option(0, min=0, help="Tokens to guess ahead for each request, in rows to spare."),
     draft_method: str = typer.Option("lookup", help="Where guesses come from: lookup, or mtp, the model's own layer."),
+    tokens_per_launch: str = typer.Option("1", help="Steps of the mega-task in one launch: a number, or auto."),
     max_waiting: int = typer.Option(256, min=1, help="How many requests may wait; more are told to come back (429)."),
     max_body: int = typer.Option(4 << 20, min=1, help="Bytes of a request's body."),
 ) -> None:
@@ -47,9 +49,18 @@ def serve(
             cache_pages=cache_pages,
             draft_tokens=draft_tokens,
             draft_method=draft_method,
+            tokens_per_launch=_launch(tokens_per_launch),
             progress=show,
         )
     with llm:
         llm.engine.max_waiting = max_waiting
         options = Options(model_name or directory.resolve().name, api_key, max_body)
         uvicorn.run(create_app(llm, options), host=host, port=port, log_level="info")
+
+
+def _launch(tokens: str) -> int | Literal["auto"]:
+    if tokens == "auto":
+        return "auto"
+    if not tokens.isdecimal():
+        raise RequestError(f"--tokens-per-launch {tokens!r}: a number, or auto.")
+    return int(tokens)

@@ -93,6 +93,18 @@ class Module(Protocol):
         ...
 
 
+class Running(Protocol):
+    """A launch that has been started."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def wait(self) -> None:
+        """Waits for its end; raises what went wrong in it."""
+        ...
+
+
 @runtime_checkable
 class Driver(Protocol):
     """One device. All methods raise DriverError with a message for a person."""
@@ -112,6 +124,10 @@ class Driver(Protocol):
 
     def shared(self, name: str, nbytes: int, *, peers: bool = False) -> SharedBuffer:
         """Zeroed memory that kernels write; `name` appears in reports. peers: other ranks' kernels write it, too."""
+        ...
+
+    def mapped(self, name: str, nbytes: int) -> SharedBuffer:
+        """Zeroed memory of the host, a CPU tensor, that kernels reach with system scope, also while they run."""
         ...
 
     def export(self, buffer: SharedBuffer) -> bytes:
@@ -151,6 +167,18 @@ class Driver(Protocol):
         Refuses with DriverError if the blocks cannot all be resident. `stream` is a torch stream of the device, None
         the current one.
         """
+        ...
+
+    def start(
+        self,
+        function: Function,
+        args_address: int,
+        blocks: int,
+        threads: int,
+        dynamic_lds: int = 0,
+        stream: Any = None,
+    ) -> Running:
+        """As `launch`, and never waits for the kernel: what it leaves in mapped memory can be read while it runs."""
         ...
 
     def synchronize(self) -> None:

@@ -12,6 +12,7 @@ from rocmega.errors import DriverError
 
 CAPABILITIES = {(9, 0): "sm_90"}
 PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+MAPPED = 2  # CU_MEMHOSTALLOC_DEVICEMAP
 
 
 def load_bindings() -> Any:
@@ -91,6 +92,17 @@ class CudaDriver(GpuDriver):
 
     def _allocate(self, nbytes: int, peers: bool) -> int:
         return int(self._call("cuMemAlloc", nbytes)[0])
+
+    def _allocate_mapped(self, nbytes: int) -> tuple[int, int]:
+        host = int(self._call("cuMemHostAlloc", nbytes, MAPPED)[0])
+        try:
+            return host, int(self._call("cuMemHostGetDevicePointer", host, 0)[0])
+        except BaseException:
+            self._free_mapped(host)
+            raise
+
+    def _free_mapped(self, host: int) -> None:
+        self._call("cuMemFreeHost", host)
 
     def _zero(self, address: int, nbytes: int) -> None:
         self._call("cuMemsetD8", address, 0, nbytes)

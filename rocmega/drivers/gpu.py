@@ -71,6 +71,24 @@ class GpuModule:
         return Function(name, handle, tuple(stages))
 
 
+class EventRunning:
+    """A launch with an event behind it."""
+
+    def __init__(self, driver: GpuDriver, event: Any) -> None:
+        self._driver, self._event = driver, event
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not: `wait` says what went wrong."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError:  # the kernel died, and so did the context
+            return True
+
+    def wait(self) -> None:
+        """Waits for the end of all that was launched; raises DriverError for what went wrong in it."""
+        self._driver.synchronize()
+
+
 class GpuDriver(ABC):
     """A device that torch shares with us. Subclasses wrap one library; here is what does not depend on which."""
 
@@ -117,6 +135,24 @@ class GpuDriver(ABC):
         except BaseException:
             self._free(address)
             raise
+
+    def mapped(self, name: str, nbytes: int) -> SharedBuffer:
+        """Zeroed, pinned memory of the host that kernels reach across the bus."""
+        import torch
+
+        if nbytes <= 0:
+            raise DriverError(f"The buffer {name!r} cannot have {nbytes} bytes.")
+        self._activate()
+        host, address = self._allocate_mapped(nbytes)
+        tensor = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(host), dtype=torch.uint8).zero_()
+
+        def closed() -> None:
+            self._buffers.pop(address, None)
+            self._activate()
+            self._free_mapped(host)
+
+        self._buffers[address] = SharedBuffer(name, address, tensor, closed)
+        return self._buffers[address]
 
     def constant(self, tensor: torch.Tensor) -> int:
         """The address of a contiguous tensor on this device."""
@@ -177,6 +213,19 @@ class GpuDriver(ABC):
         self._activate()
         self._launch(function, PointerArgument(args_address), blocks, threads, dynamic_lds, self._stream(stream))
 
+    def start(
+        self,
+        function: Function,
+        args_address: int,
+        blocks: int,
+        threads: int,
+        dynamic_lds: int = 0,
+        stream: Any = None,
+    ) -> EventRunning:
+        """As `launch`, which never waits here; tells when the kernel has ended."""
+        self.launch(function, args_address, blocks, threads, dynamic_lds, stream)
+        return EventRunning(self, self._event(stream))
+
     def synchronize(self) -> None:
         """Waits until everything launched has ended; raises DriverError for what went wrong in it."""
         self._activate()
@@ -227,6 +276,14 @@ class GpuDriver(ABC):
 
         return torch.as_tensor(DeviceMemory(address, nbytes), device=self.device)
 
+    def _event(self, stream: Any) -> Any:
+        """An event of torch's at the end of what a stream has now."""
+        import torch
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device) if stream is None else stream)
+        return event
+
     def _stream(self, stream: Any) -> int:
         if stream is None:
             import torch
@@ -243,6 +300,13 @@ class GpuDriver(ABC):
 
     @abstractmethod
     def _allocate(self, nbytes: int, peers: bool) -> int: ...
+
+    @abstractmethod
+    def _allocate_mapped(self, nbytes: int) -> tuple[int, int]:
+        """Pinned memory of the host: its address there, and the one for kernels."""
+
+    @abstractmethod
+    def _free_mapped(self, host: int) -> None: ...
 
     @abstractmethod
     def _zero(self, address: int, nbytes: int) -> None:

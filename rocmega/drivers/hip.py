@@ -16,6 +16,8 @@ from rocmega.toolchain.compilers import AMD_TARGETS
 UNITS_PER_XCD = {"gfx942": (38, 20), "gfx950": (32,)}
 UNCACHED = 3  # hipDeviceMallocUncached: the bindings do not name it
 PEER_ACCESS = 1  # hipIpcMemLazyEnablePeerAccess
+MAPPED = 2  # hipHostMallocMapped
+COHERENT = 1 << 30  # hipHostMallocCoherent: fine-grained, no GPU cache keeps it
 
 
 def load_bindings() -> Any:
@@ -116,6 +118,17 @@ class HipDriver(GpuDriver):
     def _allocate(self, nbytes: int, peers: bool) -> int:
         call = ("hipExtMallocWithFlags", nbytes, UNCACHED) if peers else ("hipMalloc", nbytes)
         return int(self._call(*call)[0])
+
+    def _allocate_mapped(self, nbytes: int) -> tuple[int, int]:
+        memory = self._call("hipHostMalloc", nbytes, MAPPED | COHERENT)[0]
+        try:
+            return int(memory), int(self._call("hipHostGetDevicePointer", memory, 0)[0])
+        except BaseException:
+            self._free_mapped(int(memory))
+            raise
+
+    def _free_mapped(self, host: int) -> None:
+        self._call("hipHostFree", host)
 
     def _zero(self, address: int, nbytes: int) -> None:
         self._call("hipMemset", address, 0, nbytes)

@@ -16,7 +16,7 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,6 +290,32 @@ class HostModule:
         return Function(name, (self, address), tuple(stages))
 
 
+class ThreadRunning:
+    """A launch in a thread of its own, which runs beside Python: the library is called without Python's lock."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name="rocmega-launch", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # for the one who waits
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits for its end; raises what went wrong in it, once."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
 class HostDriver:
     """Runs kernels on the CPU, one OS thread, all blocks resident; see `rocmega.drivers.base.Driver`.
 
@@ -337,6 +363,10 @@ class HostDriver:
         """Zeroed memory that kernels write; `name` appears in reports. peers: other ranks write it too."""
         return memory().allocate(name, nbytes, peers=peers)
 
+    def mapped(self, name: str, nbytes: int) -> SharedBuffer:
+        """Memory that a thread of Python's uses while a kernel runs; the checks see that kernels use system scope."""
+        return memory().allocate(name, nbytes, peers=True)
+
     def export(self, buffer: SharedBuffer) -> bytes:
         """A handle by which another process of this machine opens a buffer that was made for peers."""
         return memory().export(buffer)
@@ -377,6 +407,18 @@ class HostDriver:
     ) -> None:
         """Runs the kernel to its end. Raises what the checker found: StepError for a wait that can never end."""
         self.launch_ranks(function, [args_address], blocks, threads)
+
+    def start(
+        self,
+        function: Function,
+        args_address: int,
+        blocks: int,
+        threads: int,
+        dynamic_lds: int = 0,
+        stream: Any = None,
+    ) -> ThreadRunning:
+        """The same in a thread of its own."""
+        return ThreadRunning(lambda: self.launch(function, args_address, blocks, threads, dynamic_lds, stream))
 
     def launch_ranks(self, function: Function, arguments: Sequence[int], blocks: int, threads: int) -> None:
         """Runs the kernel for several ranks of this process at once, each with its own argument and `blocks` blocks."""

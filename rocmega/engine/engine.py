@@ -9,6 +9,7 @@ what else ran. (Prefill and decode round differently; nothing else in the engine
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -16,11 +17,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rocmega.cache import PAGE, pages_for
 from rocmega.engine.accept import Acceptor
 from rocmega.engine.drafts import Drafter, Lookup
+from rocmega.engine.flight import Flight
 from rocmega.engine.prefixes import ROOT, PrefixTree
 from rocmega.engine.request import Request, check
 from rocmega.engine.rows import Run, plan
@@ -85,7 +87,8 @@ class Engine:
     caches, a multiple of the page's 64; also the grain in which prompts share their beginning. draft_tokens: how many
     tokens may be guessed ahead, for each request in each step, in rows to spare; 0: none. draft_method: "lookup", what
     followed the same tokens before, or "mtp", the model's own layer for it. tokens_per_launch: how many
-    steps the mega-task may do in one launch, where nothing has to happen between them on the host. max_waiting: how
+    steps the mega-task may do in one launch, where nothing has to happen between them on the host; "auto": as many as
+    it can. A request that joins or leaves ends a launch within a token. max_waiting: how
     many requests may wait for a row. tokenizer: gives answers their text, and is needed for stop texts. seed: of
     requests that have none; None draws one.
     """
@@ -98,7 +101,7 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         draft_tokens: int = 0,
         draft_method: str = "lookup",
-        tokens_per_launch: int = 1,
+        tokens_per_launch: int | Literal["auto"] = 1,
         max_waiting: int = MAX_WAITING,
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
@@ -117,8 +120,11 @@ class Engine:
             )
         if draft_method not in DRAFT_METHODS:
             raise RequestError(f"draft_method={draft_method!r}: choose one of {', '.join(DRAFT_METHODS)}.")
-        if not 1 <= tokens_per_launch <= MAX_TOKENS_PER_LAUNCH:
-            raise RequestError(f"tokens_per_launch={tokens_per_launch}: 1 to {MAX_TOKENS_PER_LAUNCH} can be done.")
+        most = MAX_TOKENS_PER_LAUNCH if tokens_per_launch == "auto" else tokens_per_launch
+        if not isinstance(most, int) or not 1 <= most <= MAX_TOKENS_PER_LAUNCH:
+            raise RequestError(
+                f'tokens_per_launch={tokens_per_launch}: 1 to {MAX_TOKENS_PER_LAUNCH} can be done, or "auto".'
+            )
         longest = pages_for(runner.max_model_len)
         if runner.cache.pages < longest:
             raise RequestError(
@@ -126,11 +132,12 @@ class Engine:
                 f"{runner.max_model_len} needs {longest}: give it more, or shorten max_model_len."
             )
         self.runner, self.path, self.prefill_chunk, self.max_waiting = runner, path, prefill_chunk, max_waiting
-        self.draft_tokens, self.tokens_per_launch = draft_tokens, tokens_per_launch
+        self.draft_tokens, self.tokens_per_launch = draft_tokens, most
         self.counts = Counts()
         self._prefixes = PrefixTree(runner.cache.allocator, prefill_chunk)
         self._acceptor = Acceptor(runner, tokenizer, secrets.randbits(64) if seed is None else seed)
         self._drafter = self._drafts_from(draft_method) if draft_tokens else Drafter(runner)
+        self._flight: Flight | None = None
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._numbers = itertools.count()
@@ -155,6 +162,8 @@ class Engine:
                 raise busy(len(self._waiting))
             self._prepare(request)
             self._waiting.append(request)
+            if self._flight is not None and len(self._running) < self.runner.max_rows:
+                self._flight.launch.cancel()  # it comes in when the token that is being chosen is there
 
     def prefill(self, request: Request) -> None:
         """Takes a request in and caches its prompt now; the next `step` decodes its first token.
@@ -164,6 +173,7 @@ class Engine:
         """
         with self._lock:
             self._prepare(request)
+            self._land()
             if len(self._running) == self.runner.max_rows or not self._open(request):
                 raise RequestError(
                     f"{len(self._running)} of {self.runner.max_rows} rows run and {self.pages().free} pages are free: "
@@ -174,21 +184,28 @@ class Engine:
                 self._prefill_chunk(request)
 
     def step(self) -> list[Request]:
-        """One portion of prefill, one token of each running request. Returns the requests that got a token or ended."""
+        """One portion of prefill, one token of each running request. Returns the requests that got a token or ended.
+
+        A launch of several tokens goes on from call to call, each of which gives the next token as soon as it is there.
+        """
         with self._lock:
+            if (flying := self._take()) is not None:
+                self._tell(flying)
+                return flying
             self._admit()
             self._prefill()
             rows = self._with_room([request for request in self._running if not request.prefill_left])
             changed = self._decode(rows) if rows else []
-            for request in changed:
-                if request.changed is not None:
-                    request.changed(request)
+            self._tell(changed)
         return changed
 
     def abort(self, requests: Request | Iterable[Request]) -> None:
-        """Ends requests; those that have ended already stay as they are."""
+        """Ends requests; those that have ended already stay as they are. A launch that they are in ends first."""
         with self._lock:
-            for request in [requests] if isinstance(requests, Request) else list(requests):
+            ending = [requests] if isinstance(requests, Request) else list(requests)
+            if self._flight is not None and any(request in self._flight.requests for request in ending):
+                self._land()  # nobody may have its pages before
+            for request in ending:
                 if not request.finished:
                     request.finish_reason = "abort"
                     self._remove(request)
@@ -196,6 +213,8 @@ class Engine:
     def fail(self, error: RocmegaError) -> list[Request]:
         """Ends everything with an error, after a step that could not be done. Returns the requests that this ended."""
         with self._lock:
+            with contextlib.suppress(RocmegaError):  # what these end with is decided
+                self._land()
             ended = [*self._running, *self._waiting]
             for request in ended:
                 request.error = error
@@ -369,30 +388,59 @@ class Engine:
             self._drafter.guess(wanted, -(-spare // len(requests)))
 
     def _launch(self, requests: list[Request]) -> list[Request] | None:
-        """Several tokens of every request by one launch, which ends where one stops; None if that is not to be."""
-        start = time.perf_counter()
+        """Starts a launch of several tokens of every request and takes the first; None if that is not to be."""
         stops = [self._acceptor.stops(request) for request in requests]
         count = self._tokens_at_once(requests, stops)
         if count == 1:
             return None
         inputs = [(r.sequence, r.token(r.sequence.length)) for r in requests if r.sequence is not None]
         choices = [self._acceptor.choice(request) for request in requests]
-        done = self.runner.steps(inputs, count, stops, self.path, choices)
-        if done is None:
+        launch = self.runner.start(inputs, count, stops, self.path, choices)
+        if launch is None:
             return None
         self.counts.launches += 1
-        self.counts.steps["mega"] += len(done)
-        for tokens in done:
-            for request, token in zip(requests, tokens, strict=True):
-                if not request.finished:  # a stop text may have ended it, of which the launch does not know
-                    self._acceptor.accept(request, token, None)
-                    request.by_path["mega"] += 1
-                    self.counts.tokens["mega"] += 1
-        for request in requests:
+        self._flight = Flight(launch, requests)
+        return self._take()
+
+    def _take(self) -> list[Request] | None:
+        """The next token of the launch that runs, when it comes; None, and the launch is over, if none does.
+
+        Where a request ends though the launch goes on (a stop text, of which the kernel does not know), the launch is
+        ended too: the pages of those that have ended are given back when nobody writes them any more.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        start = time.perf_counter()
+        try:
+            taken = flight.take(self._acceptor)
+            if any(request.finished for request in flight.requests):
+                taken += flight.land(self._acceptor)
+        except BaseException:
+            self._flight = None
+            raise
+        self.counts.steps["mega"] += len(taken)
+        self.counts.tokens["mega"] += sum(taken)
+        if flight.launch.over:
+            self._flight = None
+        for request in flight.requests:
             if request.finished:
                 self._remove(request)
         self.counts.decode_seconds += time.perf_counter() - start
-        return requests
+        return flight.requests if taken else None
+
+    def _land(self) -> None:
+        """Ends the launch that runs, if one does, and takes the tokens that were still to come."""
+        if self._flight is not None:
+            self._flight.launch.cancel()
+        while (changed := self._take()) is not None:
+            self._tell(changed)
+
+    @staticmethod
+    def _tell(changed: list[Request]) -> None:
+        for request in changed:
+            if request.changed is not None:
+                request.changed(request)
 
     def _tokens_at_once(self, requests: list[Request], stops: list[frozenset[int]]) -> int:
         """As many as nobody has to wait for, and as every request has pages for."""

@@ -276,6 +276,30 @@ def test_many_tokens_a_launch_change_nothing(tiny):
     assert metrics["pages"]["held"] == 0
 
 
+def test_a_stream_reads_a_launch_while_it_runs(tiny):
+    """One launch for the whole answer, a token at a time; who leaves early ends it, and nothing is left behind."""
+    settings = {"path": "mega", "device": "host", "max_rows": 2, "max_model_len": 128, "blocks": 2}
+    with LLM(tiny, **settings) as llm:
+        [whole] = llm.generate([3, 1, 4], SamplingParams(max_tokens=5))
+    with LLM(tiny, **settings, tokens_per_launch="auto") as llm:
+        stream = llm.stream([3, 1, 4], SamplingParams(max_tokens=120))
+        for count in range(1, 4):
+            assert len(next(stream).outputs[0].token_ids) == count
+            assert not llm.runner._mega._flight._running.done()  # with over a hundred tokens to go
+        stream.close()
+        assert llm.runner._mega._flight._running.done()
+        metrics = llm.metrics()
+        assert metrics["launches_of_several_steps"] == 1
+        assert metrics["tokens"]["mega"] < 20
+        assert metrics["pages"]["held"] == metrics["running"] == 0
+
+        async def both() -> list[RequestOutput]:
+            return await asyncio.gather(*(llm.generate_async([3, 1, 4], SamplingParams(max_tokens=5)) for _ in "ab"))
+
+        for output in asyncio.run(both()):
+            assert output.outputs[0].token_ids == whole.outputs[0].token_ids
+
+
 @pytest.mark.parametrize("tokens", [0, 257])
 def test_impossible_launches_are_refused(tiny, tokens):
     with pytest.raises(RequestError, match=f"tokens_per_launch={tokens}"):

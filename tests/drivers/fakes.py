@@ -97,8 +97,12 @@ class FakeHip(FakeLibrary):
             return [self.allocate(args[0])]
         if name in ("hipMemset",):
             ctypes.memset(args[0], args[1], args[2])
-        if name == "hipFree":
+        if name in ("hipFree", "hipHostFree"):
             self.free(args[0])
+        if name == "hipHostMalloc":
+            return [self.allocate(args[0])]
+        if name == "hipHostGetDevicePointer":
+            return [args[0]]
         if name == "hipIpcGetMemHandle":
             self.handle = ctypes.create_string_buffer(args[0].to_bytes(8, "little"), 64)
             return [ctypes.addressof(self.handle)]
@@ -152,8 +156,12 @@ class FakeCuda(FakeLibrary):
             return [self.allocate(args[0])]
         if name == "cuMemsetD8":
             ctypes.memset(args[0], args[1], args[2])
-        if name == "cuMemFree":
+        if name in ("cuMemFree", "cuMemFreeHost"):
             self.free(args[0])
+        if name == "cuMemHostAlloc":
+            return [self.allocate(args[0])]
+        if name == "cuMemHostGetDevicePointer":
+            return [args[0]]
         if name == "cuIpcGetMemHandle":
             handle = CUipcMemHandle()
             ctypes.memmove(handle.getPtr(), args[0].to_bytes(8, "little"), 8)
@@ -224,6 +232,7 @@ def open_driver(kind: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> t
     monkeypatch.setattr(module, "_current", lambda: 1)
     make = hip_module.HipDriver if kind == "hip" else cuda_module.CudaDriver
     driver = make(bindings=fake)
+    driver.__dict__["polls_per_second"] = 1000  # it would be measured: isinstance(driver, Driver) asks for it
     monkeypatch.setattr(driver, "_view", host_view)
     monkeypatch.setattr(driver, "_stream", lambda stream: 0 if stream is None else stream.cuda_stream)
     return driver, fake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ KERNEL = """
 #define ADD(p) atomicAdd(p, 1u)
 #define READ(p) *(volatile unsigned*)(p)
 #define SYNC __syncthreads()
+#define READ_HOST(p) *(volatile unsigned*)(p)
+#define WRITE_HOST(p, v) *(volatile unsigned*)(p) = v
 extern __shared__ unsigned large[];
 #else
 #define DEVICE __attribute__((device))
@@ -37,6 +40,8 @@ extern __shared__ unsigned large[];
 #define ADD(p) __hip_atomic_fetch_add(p, 1u, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)
 #define READ(p) __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)
 #define SYNC __builtin_amdgcn_s_barrier()
+#define READ_HOST(p) __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM)
+#define WRITE_HOST(p, v) __hip_atomic_store(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM)
 extern __attribute__((shared)) unsigned large[];
 #endif
 struct Args { const float* in; float* out; unsigned* counter; unsigned words, factor; };
@@ -50,6 +55,15 @@ extern "C" __global__ void meet(const Args* args) {
   SYNC;
   unsigned factor = a.words ? large[a.words - 1] : a.factor;
   a.out[BLOCK * 64 + THREAD] = a.in[THREAD] * factor;
+}
+// Counts in word 0 whenever the host has raised word 1, as far as it says.
+extern "C" __global__ void answer(const Args* args) {
+  unsigned* words = args->counter;
+  if (BLOCK || THREAD) return;
+  for (unsigned asked = 0; asked < args->words;) {
+    unsigned now = READ_HOST(words + 1);
+    if (now != asked) asked = now, WRITE_HOST(words, asked * 10);
+  }
 }
 """
 
@@ -122,6 +136,25 @@ def test_shared_memory_is_not_torchs(driver: GpuDriver) -> None:
         assert not buffer.tensor.any()
         buffer.tensor.fill_(3)
         assert int(buffer.tensor.sum(dtype=torch.int64)) == 3 << 24
+
+
+def test_host_and_kernel_answer_each_other(driver: GpuDriver, meet, tmp_path: Path) -> None:
+    """What the ring and the cancel word need: both see, while the kernel runs, what the other wrote."""
+    (tmp_path / "meet.hip").write_text(KERNEL)
+    function = driver.load(compile(Unit("meet", tmp_path / "meet.hip"), driver.arch)).function("answer")
+    with driver.mapped("words", 64) as mapped:
+        words = mapped.tensor.view(torch.int32)
+        args = struct.pack("<QQQII", 0, 0, mapped.address, 5, 3)
+        block = torch.frombuffer(bytearray(args), dtype=torch.uint8).to(driver.device)
+        running = driver.start(function, driver.constant(block), 1, 64)
+        for asked in range(1, 6):
+            assert asked == 5 or not running.done()
+            words[1] = asked
+            deadline = time.monotonic() + 10
+            while int(words[0]) != asked * 10:
+                assert time.monotonic() < deadline, "the kernel's answer never came"
+        running.wait()
+        assert running.done()
 
 
 def _peer(handle: bytes, nbytes: int, said) -> None:

@@ -121,6 +121,51 @@ def test_memory_for_peers_is_uncached_on_amd(monkeypatch: pytest.MonkeyPatch) ->
     assert not fake.named("hipMalloc")
 
 
+def test_memory_of_the_host_that_kernels_reach(opened: tuple[GpuDriver, Any]) -> None:
+    driver, fake = opened
+    buffer = driver.mapped("ring", 1000)
+    assert buffer.tensor.device.type == "cpu"
+    assert not buffer.tensor.any()
+    fake.memory[buffer.address][7] = b"\x05"  # as a kernel would
+    assert buffer.tensor[7] == 5
+    [call] = fake.named("hipHostMalloc" if driver.name == "hip" else "cuMemHostAlloc")
+    assert call == ((1000, 2 | 1 << 30) if driver.name == "hip" else (1000, 2))
+    buffer.close()
+    buffer.close()
+    assert not fake.memory
+    with pytest.raises(DriverError, match="cannot have 0 bytes"):
+        driver.mapped("empty", 0)
+    fake.fail["hipHostGetDevicePointer" if driver.name == "hip" else "cuMemHostGetDevicePointer"] = Result.INVALID
+    with pytest.raises(DriverError, match="HostGetDevicePointer failed: INVALID"):
+        driver.mapped("ring", 8)
+    assert not fake.memory
+
+
+def test_a_launch_that_is_started_tells_when_it_has_ended(
+    opened: tuple[GpuDriver, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, fake = opened
+    answers: list[Any] = [False, True]
+
+    def query() -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(driver, "_event", lambda stream: SimpleNamespace(query=query))
+    function = loaded(driver, tmp_path).function("decode")
+    running = driver.start(function, 0x1234, 3, 256)
+    assert fake.launched == [(0x1234,)]
+    assert [running.done(), running.done()] == [False, True]
+    running.wait()
+    answers.append(RuntimeError("an illegal address"))
+    fake.fail["hipDeviceSynchronize" if driver.name == "hip" else "cuCtxSynchronize"] = Result.ILLEGAL_ADDRESS
+    assert running.done()
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        running.wait()
+
+
 def test_export_and_open(opened: tuple[GpuDriver, Any]) -> None:
     driver, fake = opened
     buffer = driver.shared("x", 64)

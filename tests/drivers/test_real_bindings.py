@@ -44,6 +44,7 @@ def test_the_package_takes_what_the_driver_hands_it(kind: str, tmp_path: Path) -
         "launch 4711 4 1 1 256 1 1 0 stream 0 argument 7f0012345678",
         f"{tmp_path}/k.bin has no kernel 'other': was it built from another source?",
         "zeroed True",
+        "mapped True True",
         "open 1 last 7",
         "handle 64 7 True",
         "close",
@@ -53,8 +54,8 @@ def test_the_package_takes_what_the_driver_hands_it(kind: str, tmp_path: Path) -
     facts = next(line for line in said if line.startswith("DeviceFacts"))
     if kind == "hip":
         assert "name='Stub MI300X', arch='gfx942', compute_units=8," in facts
-        assert {"flags 3", "set 1"} <= set(said)
+        assert {"flags 3", "set 1", "host memory 40000002"} <= set(said)
     else:
         assert "name='Stub H200', arch='sm_90', compute_units=8, memory_bytes=12345" in facts
-        assert "context 55" in said
+        assert {"context 55", "host memory 2"} <= set(said)
         assert said[-1] == "release 1"

@@ -35,10 +35,16 @@ def check_pages(engine: Engine) -> None:
 class Schedule:
     """One engine and its requests, driven by choices in 0 ... 2^32."""
 
-    def __init__(self, max_rows: int, pages: int, drafts: bool = False) -> None:
+    def __init__(self, max_rows: int, pages: int, drafts: bool = False, launches: bool = False) -> None:
         self.variety = 3 if drafts else VOCAB  # few different tokens: some guesses are right
         self.runner = FakeRunner(max_rows, LONGEST, pages, self.variety)
-        self.engine = Engine(self.runner, prefill_chunk=PAGE, seed=1, draft_tokens=max_rows - 1 if drafts else 0)
+        self.engine = Engine(
+            self.runner,
+            prefill_chunk=PAGE,
+            seed=1,
+            draft_tokens=max_rows - 1 if drafts else 0,
+            tokens_per_launch="auto" if launches else 1,
+        )
         self.requests: list[Request] = []
 
     def act(self, choice: int) -> None:
@@ -83,9 +89,10 @@ class Schedule:
 
 def test_ten_thousand_random_schedules():
     generator = random.Random(1)
-    preempted = reused = aborted = accepted = wrong = 0
+    preempted = reused = aborted = accepted = wrong = launches = 0
     for number in range(SCHEDULES):
-        schedule = Schedule(max_rows=generator.randint(1, 4), pages=generator.randint(4, 6), drafts=number % 4 == 0)
+        rows, pages = generator.randint(1, 4), generator.randint(4, 6)
+        schedule = Schedule(rows, pages, drafts=number % 4 == 0, launches=number % 4 == 1)
         for _ in range(generator.randint(1, 7)):
             schedule.act(generator.getrandbits(32))
         schedule.finish()
@@ -93,18 +100,20 @@ def test_ten_thousand_random_schedules():
         reused += schedule.engine.counts.reused_tokens
         aborted += schedule.engine.counts.finished["abort"]
         accepted += schedule.engine.counts.accepted
+        launches += schedule.engine.counts.launches
         wrong += schedule.engine.counts.drafted - schedule.engine.counts.accepted
     assert preempted > 100
     assert reused > 100_000
     assert aborted > 500
     assert accepted > 1000
     assert wrong > 1000
+    assert launches > 1000
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(4, 9), st.booleans(), st.lists(st.integers(0, 2**32 - 1), max_size=15))
-def test_schedules_that_can_be_shrunk(max_rows, pages, drafts, choices):
-    schedule = Schedule(max_rows, pages, drafts)
+@given(st.integers(1, 4), st.integers(4, 9), st.integers(0, 2), st.lists(st.integers(0, 2**32 - 1), max_size=15))
+def test_schedules_that_can_be_shrunk(max_rows, pages, mode, choices):
+    schedule = Schedule(max_rows, pages, drafts=mode == 1, launches=mode == 2)
     for choice in choices:
         schedule.act(choice)
     schedule.finish()

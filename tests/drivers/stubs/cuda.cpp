@@ -47,6 +47,19 @@ int cuMemFree_v2(P p) {
   free((void*)p);
   return 0;
 }
+int cuMemHostAlloc(void** p, size_t n, unsigned f) {
+  printf("host memory %x\n", f);
+  *p = malloc(n);
+  return 0;
+}
+int cuMemHostGetDevicePointer_v2(P* d, void* p, unsigned f) {
+  *d = (P)p + 64;
+  return 0;
+}
+int cuMemFreeHost(void* p) {
+  free(p);
+  return 0;
+}
 int cuMemsetD8_v2(P p, unsigned char v, size_t n) {
   memset((void*)p, v, n);
   return 0;
