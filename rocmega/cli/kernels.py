@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rocmega.errors import RequestError
 
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
 FORMATS = ("f32", "bf16", "fp8")
 
 
+@dataclass(frozen=True)
+class Described:
+    """A model that a command means. stored: its formats before they are packed."""
+
+    family: str
+    config: Any
+    stored: Any
+
+    def module(self, name: str) -> Any:
+        """A module of its family."""
+        from rocmega import registry
+
+        return registry.family_module(self.family, name)
+
+
 def units(model: str, format: str | None, ranks: int, activations: str = "auto") -> Callable[[str], Unit]:
     """From a target to what is compiled for it, for weights as they are packed for it.
 
@@ -21,10 +37,23 @@ def units(model: str, format: str | None, ranks: int, activations: str = "auto")
     the big matrices of a named model, by default that of its published FP8 checkpoint, and f32 for the tiny ones.
     activations: as for `rocmega.LLM`.
     """
-    from rocmega import registry
-
     if ranks < 1:
         raise RequestError(f"--tensor-parallel-size {ranks}: there is at least one rank.")
+    described = describe(model, format)
+
+    def unit(target: str) -> Unit:
+        packed = described.module("plan").packed_formats
+        formats = packed(described.config, described.stored, ranks, target, activations)
+        made: Unit = described.module("kernel").unit(described.config, formats, target, ranks, activations)
+        return made
+
+    return unit
+
+
+def describe(model: str, format: str | None) -> Described:
+    """The model; arguments as for `units`."""
+    from rocmega import registry
+
     if format is not None and format not in FORMATS:
         raise RequestError(f"--format {format!r}: choose one of {', '.join(FORMATS)}.")
     named = registry.preset_names()
@@ -35,7 +64,7 @@ def units(model: str, format: str | None, ranks: int, activations: str = "auto")
     else:
         raise RequestError(f"{model!r} is neither a checkpoint directory nor one of {', '.join(named)}.")
     family = fields["model_type"]
-    kernel, plan, weights = (registry.family_module(family, name) for name in ("kernel", "plan", "weights"))
+    weights = registry.family_module(family, "weights")
     config = registry.family_module(family, "config").from_dict(fields)
     if model in named:
         linear = format or ("f32" if model.endswith("-tiny") else "fp8")
@@ -44,9 +73,4 @@ def units(model: str, format: str | None, ranks: int, activations: str = "auto")
         from rocmega.checkpoint import Checkpoint
 
         stored = weights.check(Checkpoint(model), config)
-
-    def unit(target: str) -> Unit:
-        formats = plan.packed_formats(config, stored, ranks, target, activations)
-        return kernel.unit(config, formats, target, ranks, activations)
-
-    return unit
+    return Described(family, config, stored)
