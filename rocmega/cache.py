@@ -57,16 +57,24 @@ class CacheSpec:
         index_dim: values of an index key.
         full_index: per layer, whether it has index keys of its own.
         dtype: of all entries, float32 or bfloat16.
+        section: the layers that are here, None for all: of the others a cache has empty pools.
     """
 
     latent_dim: int
     index_dim: int
     full_index: tuple[bool, ...]
     dtype: torch.dtype
+    section: range | None = None
+
+    @property
+    def layers(self) -> range:
+        """The layers that are here."""
+        return range(len(self.full_index)) if self.section is None else self.section
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        values = len(self.full_index) * self.latent_dim + sum(self.full_index) * self.index_dim
+        layers = self.layers
+        values = len(layers) * self.latent_dim + sum(self.full_index[layer] for layer in layers) * self.index_dim
         return PAGE * values * self.dtype.itemsize
 
     def open(self, pages: int, requests: int, memory: Memory) -> PagedCache:
@@ -196,35 +204,42 @@ class PagedCache(PageTables):
     def __init__(self, spec: CacheSpec, pages: int, memory: Memory):
         super().__init__(pages)
         self.spec = spec
-        self._latent_buffers: list[SharedBuffer] = []
+        self._latent_buffers: list[SharedBuffer | None] = []
         self._index_buffers: list[SharedBuffer | None] = []
         for layer, full in enumerate(spec.full_index):
-            self._latent_buffers.append(memory.shared(f"latent_cache[{layer}]", self._nbytes(spec.latent_dim)))
-            self._index_buffers.append(
-                memory.shared(f"index_cache[{layer}]", self._nbytes(spec.index_dim)) if full else None
-            )
+            here = layer in spec.layers
+            latents = memory.shared(f"latent_cache[{layer}]", self._nbytes(spec.latent_dim)) if here else None
+            keys = memory.shared(f"index_cache[{layer}]", self._nbytes(spec.index_dim)) if here and full else None
+            self._latent_buffers.append(latents)
+            self._index_buffers.append(keys)
         self.latent = [self._view(buffer, spec.latent_dim) for buffer in self._latent_buffers]
-        self.index = [None if buffer is None else self._view(buffer, spec.index_dim) for buffer in self._index_buffers]
+        self.index = [
+            self._view(buffer, spec.index_dim) if full else None
+            for buffer, full in zip(self._index_buffers, spec.full_index, strict=True)
+        ]
 
     def _nbytes(self, width: int) -> int:
         return self.pages * PAGE * width * self.spec.dtype.itemsize
 
-    def _view(self, buffer: SharedBuffer, width: int) -> torch.Tensor:
+    def _view(self, buffer: SharedBuffer | None, width: int) -> torch.Tensor:
+        if buffer is None:
+            import torch
+
+            return torch.empty(0, PAGE, width, dtype=self.spec.dtype)
         return buffer.tensor.view(self.spec.dtype).view(self.pages, PAGE, width)
 
     @property
     def device(self) -> torch.device:
         """Where the caches are."""
-        return self.latent[0].device
+        return self.latent[self.spec.layers[0]].device
 
     def latent_address(self, layer: int) -> int:
-        """What kernels are given for `latent[layer]`."""
-        return self._latent_buffers[layer].address
+        """What kernels are given for `latent[layer]`; 0 if it is not here."""
+        return _address(self._latent_buffers[layer])
 
     def index_address(self, layer: int) -> int:
-        """What kernels are given for `index[layer]`; 0 in layers without index keys."""
-        buffer = self._index_buffers[layer]
-        return 0 if buffer is None else buffer.address
+        """What kernels are given for `index[layer]`; 0 in layers without index keys, or not here."""
+        return _address(self._index_buffers[layer])
 
     def bytes(self) -> int:
         """Device bytes of all pages."""
@@ -235,3 +250,7 @@ class PagedCache(PageTables):
         for buffer in (*self._latent_buffers, *self._index_buffers):
             if buffer is not None:
                 buffer.close()
+
+
+def _address(buffer: SharedBuffer | None) -> int:
+    return 0 if buffer is None else buffer.address

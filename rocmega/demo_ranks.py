@@ -48,6 +48,7 @@ class RanksComparison:
     carrier: str  # of the standard path's sums
     alone: RankRun
     runs: dict[str, list[RankRun]] = field(default_factory=dict)
+    nodes: int = 1
 
     @property
     def agree(self) -> bool:
@@ -71,6 +72,7 @@ class RanksComparison:
         return {
             "model": self.model,
             "ranks": len(self.runs["mega"]),
+            "nodes": self.nodes,
             "where": self.where,
             "tokens": self.alone.tokens,
             "agree": self.agree,
@@ -92,33 +94,37 @@ def run(
     ranks: int,
     model: str = "glm-5.2-tiny",
     *,
+    nodes: int = 1,
     tokens: int = 32,
     blocks: int | None = None,
     device: str = "auto",
     progress: Progress = silent,
 ) -> RanksComparison | None:
-    """One rank's part; rank 0's gives the comparison, the others' None. Raises RocmegaError, which names the rank."""
+    """One rank's part; the very first one's gives the comparison, the others' None.
+
+    ranks: of each node. Raises RocmegaError, which names the rank.
+    """
     from rocmega.demo import checkpoint_of, prompt_of
     from rocmega.parallel.processes import join
 
     signal.signal(signal.SIGTERM, _end_after_grace)
-    group = join(ranks)
+    group = join(ranks, nodes)
     with tempfile.TemporaryDirectory(prefix="rocmega-demo-") as folder:
         made = group.agree("make the checkpoint", lambda: group.rank or checkpoint_of(model, Path(folder)))
         checkpoint = Path(group.gather(str(made))[0])
         prompt, runs, places = prompt_of(model), {}, {}
         for path in ("mega", "standard"):
-            result, places[path] = _decode(checkpoint, prompt, path, tokens, blocks, device, progress, ranks)
-            runs[path] = group.gather(result)
+            result, places[path] = _decode(checkpoint, prompt, path, tokens, blocks, device, progress, ranks, nodes)
+            runs[path] = group.gather_world(result)
         alone = None
-        if group.rank == 0:
+        if group.rank == group.node == 0:
             alone, _ = _decode(checkpoint, prompt, "mega", tokens, blocks, device, progress)
-        group.barrier()  # the checkpoint is rank 0's
+        group.gather_world(None)  # the checkpoint is rank 0's
     group.close()
     if alone is None:
         return None
     carrier = "gloo" if places["mega"].startswith("the CPU") else "NCCL or RCCL"
-    return RanksComparison(model, places["mega"], carrier, alone, runs)
+    return RanksComparison(model, places["mega"], carrier, alone, runs, nodes)
 
 
 def _decode(
@@ -130,11 +136,14 @@ def _decode(
     device: str,
     progress: Progress,
     ranks: int = 1,
+    nodes: int = 1,
 ) -> tuple[RankRun, str]:
     from rocmega.llm import LLM, SamplingParams
 
     name = f"{path} on {ranks} ranks" if ranks > 1 else f"{path} on one rank"
-    options: dict[str, Any] = {"tensor_parallel_size": ranks, "device": device, "path": path, "blocks": blocks}
+    name += f" of each of {nodes} nodes" if nodes > 1 else ""
+    shared = {"tensor_parallel_size": ranks, "pipeline_parallel_size": nodes}
+    options: dict[str, Any] = {**shared, "device": device, "path": path, "blocks": blocks}
     with LLM(
         checkpoint,
         max_rows=1,

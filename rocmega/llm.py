@@ -42,7 +42,8 @@ class LLM:
 
     model: a checkpoint directory (config.json and safetensors, as published). tensor_parallel_size: how many
     ranks share the model; every one is a process, `torchrun --nproc-per-node N program.py` starts them, and all make
-    the same calls, each of which returns the whole result. device: "auto" (a GPU if torch sees one, else the CPU
+    the same calls, each of which returns the whole result. pipeline_parallel_size: how many nodes, each of so many
+    ranks, divide the layers (docs/cluster.md). device: "auto" (a GPU if torch sees one, else the CPU
     target), "host", "hip" or "cuda". path: "auto" runs each step by the mega-task where it can, else by
     fused Triton kernels where they can, else by the standard path, or by the one that `rocmega tune` found to be the
     fastest; "mega" and "fused" refuse instead of falling back, "standard" never uses either. max_rows: how
@@ -72,6 +73,7 @@ class LLM:
         model: str | Path,
         *,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         device: str = "auto",
         path: str = "auto",
         max_rows: int = 16,
@@ -92,6 +94,8 @@ class LLM:
             raise RequestError(f"path={path!r}: choose one of {', '.join(PATHS)}.")
         if tensor_parallel_size < 1:
             raise RequestError(f"tensor_parallel_size={tensor_parallel_size}: at least one rank is needed.")
+        if pipeline_parallel_size < 1:
+            raise RequestError(f"pipeline_parallel_size={pipeline_parallel_size}: at least one node is needed.")
         from rocmega.engine import Engine
         from rocmega.engine.engine import PREFILL_CHUNK
         from rocmega.parallel.processes import join
@@ -99,7 +103,8 @@ class LLM:
         from rocmega.tokenizer import find
 
         self._progress = progress
-        group = join(tensor_parallel_size) if tensor_parallel_size > 1 else None
+        ranks, nodes = tensor_parallel_size, pipeline_parallel_size
+        group = join(ranks, nodes) if ranks * nodes > 1 else None
 
         def load() -> Runner:
             return Runner(
@@ -115,6 +120,7 @@ class LLM:
                 kv_cache_dtype=kv_cache_dtype,
                 timeline=timeline,
                 group=group,
+                pipeline=None if group is None else group.pipeline,
                 progress=progress,
             )
 
@@ -131,7 +137,7 @@ class LLM:
                 draft_method=draft_method,
                 tokens_per_launch=tokens_per_launch,
                 tokenizer=self._tokenizer,
-                seed=key if group is None else group.gather(key)[0],  # all ranks draw the same
+                seed=key if group is None else group.gather_world(key)[0],  # all ranks draw the same
             )
         except RocmegaError:
             self._runner.close()

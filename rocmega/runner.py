@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocmega.drivers.base import Driver
-    from rocmega.parallel import Group
+    from rocmega.parallel import Group, Pipeline
     from rocmega.ring import TokenLaunch
     from rocmega.sampling.choose import Choice
     from rocmega.step import StepBatch
@@ -85,6 +85,7 @@ class Runner:
         kv_cache_dtype: str = "auto",
         timeline: bool = False,
         group: Group | None = None,
+        pipeline: Pipeline | None = None,
         progress: Progress = silent,
     ) -> None:
         from rocmega import registry
@@ -94,7 +95,7 @@ class Runner:
             raise RequestError(f"max_rows={max_rows}: one step takes 1 to {MEGA_ROWS} rows.")
         if blocks is not None and blocks < 1:
             raise RequestError(f"blocks={blocks}: the mega-task needs at least one block.")
-        self.group = group
+        self.group, self.pipeline = group, pipeline
         self.tp, self.rank = (group.tp, group.rank) if group is not None else (1, 0)
         packed = find(directory, self.tp, self.rank)
         self.packed = packed is not None
@@ -102,9 +103,10 @@ class Runner:
         self.directory = directory
         self.config: Any = registry.load_config(directory)
         self.family = str(registry.read_config(directory)["model_type"])
-        if self.tp > 1 and self.family not in MEGA_FAMILIES:
+        if (self.tp > 1 or pipeline is not None) and self.family not in MEGA_FAMILIES:
             shared = ", ".join(sorted(MEGA_FAMILIES))
             raise RequestError(f"Ranks cannot share a model of family {self.family!r} yet, only of {shared}.")
+        self._section: range | None = None if pipeline is None else self.config.sections(pipeline.nodes)[pipeline.node]
         self.max_rows = max_rows
         self.max_model_len = self._context(max_model_len)
         self._blocks = blocks
@@ -133,7 +135,7 @@ class Runner:
         except BaseException:
             self.close()  # nobody else can: there is no runner to close
             raise
-        if path == "auto" and self.tp == 1:  # a rank's own measurements could send it another way than the others
+        if path == "auto" and group is None:  # a rank's own measurements could send it another way than the others
             self.use_measurements()
 
     @property
@@ -248,7 +250,8 @@ class Runner:
         """
         sequences = [sequence for sequence, _ in rows]
         features = frozenset({"sampling" if any(choices or ()) else "greedy"})
-        if self.tp > 1 or self.decide(sequences, path, features, count).path != "mega":
+        one = self.tp == 1 and self.pipeline is None
+        if not one or self.decide(sequences, path, features, count).path != "mega":
             return None
         launch: TokenLaunch = self._mega.launch_many(self._batch(rows), count, stops, choices)
         return launch
@@ -328,21 +331,25 @@ class Runner:
             tp=self.tp,
             rank=self.rank,
             activations=activations,
+            **({} if self._section is None else {"section": self._section}),
         )
         checkpoint.close()
         return weights
 
     def _packed_weights(self, directory: Path) -> Any:
+        from rocmega.models.common.weights import is_of
         from rocmega.packing import open_pack
 
         pack = open_pack(directory)
         # The standard path understands every architecture's bytes; kernels only their own.
         pack.check_for(arch=None if self.driver is None else self.driver.arch, tp=self.tp, rank=self.rank)
-        return self._module("weights").assemble(pack.formats, self.config, pack.load(self.device))
+        fields = pack.load(self.device, wanted=lambda field: is_of(field, self._section))
+        return self._module("weights").assemble(pack.formats, self.config, fields)
 
     def _shared(self) -> dict[str, Any]:
-        """What a path is told of the other ranks."""
-        return {} if self.group is None else {"group": self.group}
+        """What a path is told of the other ranks and nodes."""
+        others = {"group": self.group, "pipeline": self.pipeline}
+        return {name: value for name, value in others.items() if value is not None}
 
     def _module(self, name: str) -> Any:
         from rocmega import registry
@@ -363,7 +370,7 @@ class Runner:
         from rocmega.parallel import local_rank
 
         self._torch_device = "cpu" if kind_for(device) == "host" else "cuda"
-        if self.tp > 1 and self._torch_device == "cuda":
+        if self.group is not None and self._torch_device == "cuda":
             import torch
 
             self._torch_device = f"cuda:{local_rank()}"
@@ -371,7 +378,7 @@ class Runner:
         if path == "standard":
             return None
         try:
-            return pick(device, index=local_rank() if self.tp > 1 else None, seed=seed)
+            return pick(device, index=None if self.group is None else local_rank(), seed=seed)
         except DriverError as error:
             if path == "mega" or device != "auto":
                 raise
@@ -387,6 +394,8 @@ class Runner:
         if asked != "auto" and asked not in known:
             raise RequestError(f"kv_cache_dtype={asked!r}: this model's cache knows {', '.join(('auto', *known))}.")
         spec = self.config.cache_spec(self.weights.formats.cache if asked == "auto" else asked)
+        if self._section is not None:
+            spec = replace(spec, section=self._section)
         return spec.open(pages, self.max_rows, self.driver or TorchMemory(self._torch_device))
 
     def _prepare_mega(self, may_fall_back: bool) -> None:
@@ -414,7 +423,7 @@ class Runner:
             self._missing = (str(error),)
 
     def _prepare_fused(self) -> None:
-        self._fused_missing = ()
+        self._fused_missing = () if self.pipeline is None else ("the fused path has all layers, and this node a part",)
         if refusals(self._shape(rows=1, context=1), "fused"):
             return  # each step will say why
         from rocmega.fused.steps import FusedSteps

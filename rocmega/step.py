@@ -1,4 +1,4 @@
-"""One decode step's input, the same for every path."""
+"""One decode step's input, the same for every path, and what comes of it."""
 
 from __future__ import annotations
 
@@ -120,3 +120,16 @@ def check_prompt(
     if position0 < 0 or chunk < 1 or pages > block_table.shape[0] or bool((block_table[:pages] < 0).any()):
         raise RequestError(f"positions {position0} to {end - 1} need {pages} pages: grow the request's block table.")
     return end
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Fields:
+        tokens: int32 [rows] on the CPU, as chosen; without a choice the largest logit (ties to the lowest id).
+        logits: f32 [rows, vocab] on the device, or None if they were not asked for; overwritten by the next step.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None

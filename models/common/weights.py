@@ -47,6 +47,11 @@ def carry_out(
     return make_fields(checkpoint, plan, rank, device, on_job)
 
 
+def is_of(field: str, section: range | None) -> bool:
+    """Whether a field is in these layers, or in none; None: in any."""
+    return section is None or not field.startswith("layers.") or int(field.split(".")[1]) in section
+
+
 def by_layer(fields: Mapping[str, Value], layers: int) -> list[Layer]:
     """The fields "layers.N.X" as X of layer N."""
     out: list[Layer] = [{} for _ in range(layers)]

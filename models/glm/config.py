@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rocmega.errors import ConfigError
 from rocmega.models.common.config import IRRELEVANT, ConfigReader
 
 if TYPE_CHECKING:
@@ -94,6 +96,23 @@ class GlmConfig:
     def index_weight_scale(self) -> float:
         """What the index heads' weights are multiplied with."""
         return self.index_n_heads**-0.5
+
+    def sections(self, nodes: int) -> list[range]:
+        """Each node's layers, as even as can be where every node begins with a layer that selects for itself.
+
+        So no selection crosses a border. Raises ConfigError if there are more nodes than such layers.
+        """
+        begins = [layer for layer, full in enumerate(self.full_index) if full]
+        if not 1 <= nodes <= len(begins):
+            raise ConfigError(
+                f"{nodes} nodes: each begins with a layer that has an indexer of its own, and this model has "
+                f"{len(begins)} of them."
+            )
+        borders = [0]
+        for node in range(1, nodes):
+            left = [layer for layer in begins[: len(begins) - (nodes - node - 1)] if layer > borders[-1]]
+            borders.append(min(left, key=lambda layer: abs(layer - self.num_hidden_layers * node / nodes)))
+        return [range(*pair) for pair in pairwise([*borders, self.num_hidden_layers])]
 
     def cache_spec(self, cache_format: str) -> CacheSpec:
         """The cache of this model, for weights whose cache format is "f32" or "bf16"."""

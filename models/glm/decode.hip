@@ -68,13 +68,19 @@ struct Decode {
   }
 
   DEVICE bool run() {
-    if (a->layer_begin == 0)
-      if (!embed<Island, HIDDEN>(s, EMBED, tag(0), a->embedding, tokens_in(), slot(a->x, 0, HIDDEN))) return false;
+    if ((a->layer_begin == 0 || a->border) && !enter()) return false;
     for (u32 layer = 0; layer < a->layer_begin; ++layer)  // a selection may be an earlier launch's
       if (as_const(a->weights)[layer].full_index) selection_layer = layer;
     for (u32 layer = a->layer_begin; layer < a->layer_end; ++layer)
       if (!run_layer(layer)) return false;
     return a->layer_end < a->layers || next_token();
+  }
+
+  DEVICE bool enter() {
+    u32 version = 2 * a->layer_begin;
+    Pair* to = slot(a->x, version, HIDDEN);
+    if (a->border) return embed<F32, HIDDEN>(s, EMBED, tag(version), a->border, OwnRows{}, to);
+    return embed<Island, HIDDEN>(s, EMBED, tag(version), a->embedding, tokens_in(), to);
   }
 
   DEVICE bool run_layer(u32 layer) {

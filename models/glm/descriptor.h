@@ -3,7 +3,7 @@
 #pragma once
 #include "platform/types.h"
 
-constexpr u32 DESCRIPTOR_VERSION = 3;
+constexpr u32 DESCRIPTOR_VERSION = 4;
 
 // A linear map of `n` output rows, packed in tiles of 16 rows and 1 KB (hip/tile/tile.h). `scales`: of FP8, f32
 // [ceil(n / 128)][ceil(k / 128)]; of MXFP4, E8M0 bytes, 64 a tile; else null.
@@ -74,6 +74,7 @@ struct DecodeArgs {
   u32 poll_limit;        // polls before a wait gives up
   u32 max_pages;         // stride of block_table
   u32 rank;              // of RANKS
+  const f32* border;     // [ROWS][H] the residual stream that enters layer_begin, from another node; null: it is in x
   const u32* tokens_in;  // [ROWS] the tokens to run
   const u32* stops;      // [ROWS][STOPS] tokens at which a row stops; where there are fewer, none of the vocabulary
   // [tokens][ROWS] their positions, which are also the number of cached tokens before them

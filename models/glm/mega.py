@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from rocmega.models.glm.formulas import rope_angles
 from rocmega.models.glm.shard import split_layers, symmetric_bytes
 from rocmega.ring import TokenLaunch, TokenRing
 from rocmega.sampling.device import ChoiceTable
+from rocmega.step import StepBatch, StepResult
 from rocmega.timeline import CAPACITY, Timeline
 from rocmega.timeline import read as read_timeline
 from rocmega.toolchain import compile as compile_unit
@@ -30,33 +31,14 @@ if TYPE_CHECKING:
     from rocmega.cache import PagedCache
     from rocmega.drivers.base import Driver, Function, Running, SharedBuffer
     from rocmega.models.glm.weights import GlmWeights, Layer
-    from rocmega.parallel import Group, SymmetricBuffer
+    from rocmega.parallel import Group, Pipeline, SymmetricBuffer
     from rocmega.sampling.choose import Choice
-    from rocmega.step import StepBatch
     from rocmega.toolchain import Artifact
 
 POLL_LIMIT = 20_000_000  # polls before a wait gives up: some 10 s of a poll each half microsecond
 LAST_EPOCH = 1 << 31  # flags are compared as signed differences; regions begin anew before tags get that large
 MAX_TOKENS = 256  # of each row in a launch
 ERROR_WORDS = 8  # of each block, after those of the launch: claimed, rank, stage, task, its tag, wanted, seen
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave.
-
-    Fields:
-        tokens: int32 [rows] on the CPU, as chosen; without a choice the largest logit (ties to the lowest id).
-        logits: f32 [rows, vocab] on the device, or None if they were not asked for; overwritten by the next step.
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor | None
-
-
-def rope_table(config: GlmConfig, positions: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Cosine and sine of every position and pair of channels, f32 [positions, rope / 2, 2]."""
-    return rope_angles(torch.arange(positions), config.rope_theta, config.qk_rope_head_dim).to(device)
 
 
 def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dict[str, int]:
@@ -103,7 +85,8 @@ class MegaPath:
     blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
     activations: what weights meet, see activations.py. timeline: the kernel stamps what its blocks do, for `timeline`.
     group: the ranks that share the model, of which `weights` are one's part (rocmega.parallel): every rank makes a
-    MegaPath and gives it the same steps.
+    MegaPath and gives it the same steps. pipeline: the other nodes, where `weights` are of one node's layers; they do
+    likewise, one after the other.
     Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
     dimensions do not fit its tiles.
     """
@@ -123,6 +106,7 @@ class MegaPath:
         artifact: Artifact | None = None,
         timeline: bool = False,
         group: Group | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         if not 1 <= max_rows <= kernel.ROWS:
             raise RequestError(f"max_rows={max_rows}: the mega-task takes 1 to {kernel.ROWS} rows.")
@@ -132,10 +116,11 @@ class MegaPath:
         self.config, self.weights, self.cache, self.driver = config, weights, cache, driver
         if timeline and mega_tasks > 1:
             raise RequestError("A timeline is of one launch: use mega_tasks=1.")
-        self.max_rows, self.max_model_len, self.stamped, self.group = max_rows, max_model_len, timeline, group
+        self.max_rows, self.max_model_len, self.stamped = max_rows, max_model_len, timeline
+        self.group, self.pipeline = group, pipeline
         self.activations = choose(weights.formats, activations)
         self.max_pages = -(-max_model_len // PAGE)
-        self.layer_splits = split_layers(config.num_hidden_layers, mega_tasks)
+        self.layer_splits = split_layers(weights.section, mega_tasks)
         self._header = descriptor.load(kernel.FOLDER / "descriptor.h")
         self._function = self._load(artifact)
         self._many: Function | None = None  # for several tokens a launch, made when first wanted
@@ -159,7 +144,7 @@ class MegaPath:
 
     @property
     def launches_per_step(self) -> int:
-        """Kernel launches of one decode step."""
+        """Kernel launches of one decode step, on this node."""
         return len(self.layer_splits)
 
     def decode(
@@ -221,7 +206,8 @@ class MegaPath:
         return self._flight
 
     def _check_many(self, batch: StepBatch, tokens: int, stops: Sequence[Collection[int]]) -> None:
-        if self.weights.tp > 1 or self.launches_per_step > 1 or not 1 <= tokens <= MAX_TOKENS:
+        whole = self.launches_per_step == 1 and self.pipeline is None
+        if self.weights.tp > 1 or not whole or not 1 <= tokens <= MAX_TOKENS:
             raise RequestError(
                 f"{tokens} tokens in a launch: one rank can do 1 to {MAX_TOKENS}, in a launch that has all layers."
             )
@@ -263,19 +249,31 @@ class MegaPath:
             self._choices.place(choices)
 
     def enqueue(self) -> None:
-        """Launches the step that was placed, without waiting for it. Once more, it gives the same again."""
+        """Launches the step that was placed, without waiting for it. Once more, it gives the same again.
+
+        Of several nodes, each waits for the one before, and all but the last for their own launch: what a kernel that
+        gave up has left must not be sent.
+        """
+        if self.pipeline is not None and self.pipeline.node > 0:
+            self.pipeline.receive(self._border[: self._args.rows])
         for _ in self.launches():
             pass
+        if self.pipeline is not None and self.pipeline.node + 1 < self.pipeline.nodes:
+            self.driver.synchronize()
+            self._raise_if_given_up()
+            self.pipeline.send(self.residual())
 
     def launches(self) -> Iterator[int]:
-        """The same, one launch at a time: yields each one's last layer."""
+        """The same on this node, one launch at a time: yields each one's last layer."""
         args = self._args
         args.tokens = self._count
         args.epoch = self._next_epoch(self._count)
         args.logits = self._regions["logits"].address if self._logits or self._chosen else 0
         args.choices = self.driver.constant(self._choices.choices) if self._chosen else 0
-        for begin, end in self.layer_splits:
+        for number, (begin, end) in enumerate(self.layer_splits):
             args.layer_begin, args.layer_end = begin, end
+            sent = self.pipeline is not None and self.pipeline.node > 0 and number == 0
+            args.border = self._border_address if sent else 0
             self._launch()
             yield end - 1
 
@@ -297,15 +295,17 @@ class MegaPath:
         self.driver.synchronize()
         self._raise_if_given_up()
         rows = self._args.rows
-        return StepResult(
-            tokens=self._view("tokens_out", torch.int32)[:rows].cpu().clone(),  # on the CPU, .cpu() is no copy
-            logits=self._gather_logits(rows) if self._logits else None,
-        )
+        tokens = self._view("tokens_out", torch.int32)[:rows].cpu().clone()  # on the CPU, .cpu() is no copy
+        logits = self._gather_logits(rows) if self._logits else None
+        if self.pipeline is not None:
+            tokens = self.pipeline.from_last(tokens)
+            logits = None if logits is None else self.pipeline.from_last(logits)
+        return StepResult(tokens, logits)
 
     def residual(self) -> torch.Tensor:
-        """The residual stream that the last step's layers left, float32 [rows, hidden] on the device; a copy."""
+        """The residual stream that the last step's layers here left, float32 [rows, hidden] on the device; a copy."""
         x = self._view("x", torch.float32).view(2, kernel.ROWS, self.config.hidden_size, 2)
-        return x[0, : self._args.rows, :, 0].clone()  # x(2 * layers), whose slot is the even one; [1] is the tag
+        return x[0, : self._args.rows, :, 0].clone()  # x of an even number, 2 * layers; [1] is the tag
 
     def _gather_logits(self, rows: int) -> torch.Tensor:
         mine = self._view("logits", torch.float32).view(kernel.ROWS, -1)[:rows]
@@ -440,6 +440,7 @@ class MegaPath:
     def _fill_constants(self) -> None:
         args, device, rows = self._args, self.driver.device, kernel.ROWS
         self._tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._border = torch.zeros(rows, self.config.hidden_size, device=device)
         self._positions = torch.zeros(MAX_TOKENS, rows, dtype=torch.int32, device=device)
         self._first_written = torch.zeros(MAX_TOKENS, rows, dtype=torch.int32, device=device)
         self._stops = torch.full((rows, self._header.constants["STOPS"]), -1, dtype=torch.int32, device=device)
@@ -453,12 +454,14 @@ class MegaPath:
         self._choices = ChoiceTable(self._header.structs, rows, vocab, self.max_model_len, device)
         args.adjustments = self._constant(self._choices.adjustments)
         args.adjustment_stride = self._choices.stride
+        self._border_address = self._constant(self._border)
         args.tokens_in = self._constant(self._tokens)
         args.positions = self._constant(self._positions)
         args.stops = self._constant(self._stops)
         args.first_written = self._constant(self._first_written)
         args.block_table = self._constant(self._block_table)
-        args.rope = self._constant(rope_table(self.config, self.max_model_len, device))
+        rope = rope_angles(torch.arange(self.max_model_len), self.config.rope_theta, self.config.qk_rope_head_dim)
+        args.rope = self._constant(rope.to(device))
         args.embedding = self._constant(self.weights.embedding)
         args.final_norm = self._constant(self.weights.final_norm)
         self._put_matrix(args.head, self.weights.head)
@@ -473,6 +476,8 @@ class MegaPath:
                 self._put_matrix(getattr(entry, name), value)
             else:
                 setattr(entry, name, self._constant(value))
+        if not layer:  # another node's: the norm that would meet what leaves this one, for nobody
+            entry.attention_norm = self._constant(self.weights.final_norm)
         entry.dense = self.config.dense_layers[number]
         entry.full_index = self.config.full_index[number]
         entry.latent_cache = self.cache.latent_address(number)

@@ -42,13 +42,14 @@ def first_layers(config: GlmConfig, layers: int) -> GlmConfig:
     )
 
 
-def split_layers(layers: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges of layers, as even as can be."""
+def split_layers(section: range, parts: int) -> list[tuple[int, int]]:
+    """Contiguous ranges of a node's layers, as even as can be."""
+    layers = len(section)
     if not 1 <= parts <= layers:
         raise RequestError(
             f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks."
         )
-    borders = [layers * part // parts for part in range(parts + 1)]
+    borders = [section[0] + layers * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(borders))
 
 

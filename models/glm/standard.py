@@ -24,7 +24,7 @@ from rocmega.models.glm.weights import GlmWeights
 from rocmega.step import StepBatch, check_prompt
 
 if TYPE_CHECKING:
-    from rocmega.parallel import Group
+    from rocmega.parallel import Group, Pipeline
 
 # Scores or gathered cache values that one block of attention may hold: 256 MB in float32.
 _BLOCK_VALUES = 1 << 26
@@ -78,7 +78,8 @@ class StandardPath:
 
     weights and cache must be on one device. resident: keep dequantized matrices; by default on a CPU only, where
     memory is plenty and time is not. activations: what weights meet, see activations.py; "f32" rounds
-    none here, whatever the absorbed matrices and the cache are in. matrix_units: see `Products`.
+    none here, whatever the absorbed matrices and the cache are in. matrix_units: see `Products`. pipeline: the other
+    nodes, where `weights` are of one node's layers: all nodes are given the same tokens.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class StandardPath:
         activations: str = "auto",
         matrix_units: bool | None = None,
         group: Group | None = None,
+        pipeline: Pipeline | None = None,
     ):
-        self.config, self.weights, self.cache, self.group = config, weights, cache, group
+        self.config, self.weights, self.cache, self.group, self.pipeline = config, weights, cache, group, pipeline
         mine = rank_config(config, weights.tp)
         device = weights.device()
         activations = choose(weights.formats) if activations == "auto" else activations
@@ -100,7 +102,7 @@ class StandardPath:
         self._resident = resident
         self._head: torch.Tensor | None = None  # once it is wanted, where dequantized matrices are kept
         self.layers = [
-            LayerStages(mine, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
+            LayerStages(mine, number, weights.layers[number], self.products, resident) for number in weights.section
         ]
 
     @property
@@ -175,13 +177,26 @@ class StandardPath:
     # The model.
 
     def forward(self, tokens: torch.Tensor, span: Span, picks: Picks | None = None) -> torch.Tensor:
-        """Tokens [B, Q] through all layers, their cache entries written: residual stream float32 [B, Q, hidden]."""
-        return self.through_layers(self.embed(tokens), span, picks)
+        """Tokens [B, Q] through the layers that are here, their cache entries written: float32 [B, Q, hidden].
+
+        That is the residual stream, which the first node's embedding begins and every other one's is sent.
+        """
+        section = self.weights.section
+        if self.pipeline is not None and section[0] > 0:
+            x = torch.empty(*tokens.shape, self.config.hidden_size, device=self.device)
+            self.pipeline.receive(x)
+        else:
+            x = self.embed(tokens)
+        x = self.through_layers(x, span, picks)
+        if self.pipeline is not None and section[-1] + 1 < self.config.num_hidden_layers:
+            self.pipeline.send(x)
+        return x
 
     def through_layers(self, x: torch.Tensor, span: Span, picks: Picks | None = None) -> torch.Tensor:
-        """The residual stream x [B, Q, hidden] of a span's tokens, from before the first layer to after the last."""
+        """The residual stream x [B, Q, hidden] of tokens, from before the first layer here to after the last."""
         selection: Selection | None = None
-        for layer, latents, keys in zip(self.layers, self.cache.latent, self.cache.index, strict=True):
+        for number, layer in enumerate(self.layers, self.weights.section[0]):
+            latents, keys = self.cache.latent[number], self.cache.index[number]
             x, selection, experts = self._layer(layer, latents, keys, x, span, selection)
             if picks is not None:
                 picks.add(layer.full_index, selection, experts)
@@ -192,7 +207,17 @@ class StandardPath:
         return self.weights.embedding[tokens.to(self.device, torch.int64)].to(torch.float32)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Final norm and LM head of the residual stream [..., hidden]: logits float32 [..., vocab]."""
+        """Final norm and LM head of the residual stream [..., hidden]: logits float32 [..., vocab].
+
+        Of several nodes, the last one's on all of them.
+        """
+        if self.pipeline is None:
+            return self._logits(x)
+        here = self.pipeline.node + 1 == self.pipeline.nodes
+        logits = self._logits(x) if here else torch.empty(*x.shape[:-1], self.config.vocab_size, device=self.device)
+        return self.pipeline.from_last(logits)
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
         normed = deferred_rms_norm(x[None], self.weights.final_norm, self.config.rms_norm_eps)
         logits = self.products.head(normed, self.head_matrix())[0]
         return logits if self.group is None else torch.cat(self.group.all_gather(logits), dim=-1)

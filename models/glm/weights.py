@@ -7,7 +7,7 @@ of a pack that lies on disk already (`assemble`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from rocmega.checkpoint.tiles import PackedMatrix
 from rocmega.models.common.published import Expected as Expected
 from rocmega.models.common.weights import Layer as Layer
-from rocmega.models.common.weights import Progress, by_layer, carry_out, tensors_of
+from rocmega.models.common.weights import Progress, by_layer, carry_out, is_of, tensors_of
 from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.plan import plan
 from rocmega.models.glm.published import Formats as Formats
@@ -53,6 +53,12 @@ class GlmWeights:
     tp: int = 1
     rank: int = 0
 
+    @property
+    def section(self) -> range:
+        """The layers that are here: a node's, or all. Of the others `layers` holds nothing."""
+        here = [number for number, layer in enumerate(self.layers) if layer]
+        return range(here[0], here[-1] + 1)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor of the packed copy."""
         yield from tensors_of((self.embedding, self.final_norm, self.head))
@@ -85,13 +91,16 @@ def pack(
     rank: int = 0,
     arch: str | None = None,
     activations: str = "auto",
+    section: range | None = None,
 ) -> GlmWeights:
     """Reads and packs all weights, or one rank's part. Nothing is packed if the checkpoint does not fit.
 
-    progress: called with (layers done, layers) after each layer. tp, arch, activations: see `plan`. Raises
-    CheckpointError, or ConfigError if the ranks cannot share the model.
+    progress: called with (layers done, layers) after each layer. tp, arch, activations: see `plan`. section: a node's
+    layers; embedding and head come with any. Raises CheckpointError, or ConfigError if the ranks cannot share the
+    model.
     """
     todo = plan_of(checkpoint, config, tp=tp, arch=arch, activations=activations)
+    todo = replace(todo, jobs=[job for job in todo.jobs if is_of(job.field, section)])
     fields = carry_out(checkpoint, todo, config.num_hidden_layers, progress, device, rank)
     return assemble(todo.formats, config, fields, tp, rank)
 

@@ -33,6 +33,9 @@ def demo(
     ranks: int = typer.Option(
         0, min=0, help="Share the model among so many processes. Under torchrun: all that it has."
     ),
+    nodes: int = typer.Option(
+        0, min=0, help="Divide the layers among so many nodes of --ranks each. Under torchrun --nnodes: as many."
+    ),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Decode a tiny model by the mega-task, the standard path and transformers, and compare.
@@ -49,11 +52,13 @@ def demo(
 
     torch.set_num_threads(1)  # for matrices as small as these, threads only wait for each other
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if prompt is not None and (model is not None or started > 1 or ranks > 1):
+    nodes = nodes or int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    several = started > 1 or ranks > 1 or nodes > 1
+    if prompt is not None and (model is not None or several):
         raise RequestError("--prompt is for the trained model and one rank: leave out --model, --ranks and torchrun.")
     model = model or MODEL
-    if started > 1 or ranks > 1:
-        return _demo_ranks(ranks, started, model, tokens, blocks, device, json)
+    if several:
+        return _demo_ranks(ranks, nodes, started, model, tokens, blocks, device, json)
     with progress(quiet=json) as show:
         if prompt is None:
             result = run(model, tokens=tokens, blocks=blocks, device=device, progress=show)
@@ -67,16 +72,22 @@ def demo(
         raise typer.Exit(1)
 
 
-def _demo_ranks(ranks: int, started: int, model: str, tokens: int, blocks: int | None, device: str, json: bool) -> None:
+def _demo_ranks(
+    ranks: int, nodes: int, started: int, model: str, tokens: int, blocks: int | None, device: str, json: bool
+) -> None:
     from rocmega import demo_ranks
     from rocmega.cli.output import print_json, progress
 
     if started == 1:
+        ranks = ranks or 1
         given = ["--model", model, "--tokens", str(tokens), "--device", device, "--ranks", str(ranks)]
+        given += ["--nodes", str(nodes)]
         given += ["--blocks", str(blocks)] if blocks else []
-        raise typer.Exit(demo_ranks.start(ranks, [*given, *(["--json"] if json else [])]))
+        raise typer.Exit(demo_ranks.start(ranks * nodes, [*given, *(["--json"] if json else [])]))
     with progress(quiet=json or os.environ["RANK"] != "0") as show:
-        result = demo_ranks.run(ranks or started, model, tokens=tokens, blocks=blocks, device=device, progress=show)
+        result = demo_ranks.run(
+            ranks or started // nodes, model, nodes=nodes, tokens=tokens, blocks=blocks, device=device, progress=show
+        )
     if result is None:
         return
     if json:
@@ -94,7 +105,8 @@ def _print_ranks(result: RanksComparison) -> None:
 
     out = console()
     count = len(result.runs["mega"])
-    out.print(f"{result.model}, random weights, shared by {count} ranks, greedy\n")
+    divided = f" of {result.nodes} nodes, each with a part of the layers" if result.nodes > 1 else ""
+    out.print(f"{result.model}, random weights, shared by {count} ranks{divided}, greedy\n")
     out.print(f"[bold]tokens[/bold]: {' '.join(map(str, result.alone.tokens))}\n")
     table = Table("rank", "mega-task, ms a step", "standard path, ms a step", "the same tokens as one rank")
     for rank, (mega, standard) in enumerate(zip(result.runs["mega"], result.runs["standard"], strict=True)):

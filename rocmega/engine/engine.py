@@ -146,6 +146,10 @@ class Engine:
     def _drafts_from(self, method: str) -> Drafter:
         if method == "lookup":
             return Lookup(self.runner)
+        if self.runner.pipeline is not None:
+            raise RequestError(
+                "draft_method='mtp' wants what all layers leave, which only the last node has: take 'lookup'."
+            )
         from rocmega.engine.mtp import LayerDrafts
 
         return LayerDrafts(self.runner, self._acceptor, self._room_to_follow)

@@ -11,6 +11,7 @@ import mmap
 import re
 import warnings
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,12 +134,16 @@ class Pack:
                 )
 
     def load(
-        self, device: torch.device | str = "cpu", progress: Progress = silent
+        self,
+        device: torch.device | str = "cpu",
+        progress: Progress = silent,
+        wanted: Callable[[str], bool] = lambda field: True,
     ) -> dict[str, PackedMatrix | torch.Tensor]:
         """Field name -> packed matrices or plain tensor. On the CPU they are views of the mapped files."""
-        total, done = self.bytes(), 0
+        fields = {name: of for name, of in self.fields.items() if wanted(name)}
+        total, done = sum(of.bytes() for of in fields.values()), 0
         out: dict[str, PackedMatrix | torch.Tensor] = {}
-        for name, of in self.fields.items():
+        for name, of in fields.items():
             place = "cpu" if of.host else device
             tensors = {tensor: self._tensor(name, tensor).to(place) for tensor in of.tensors()}
             if of.count:

@@ -7,6 +7,7 @@ them, to measure its part of the work.
 
 from rocmega.parallel.agreement import Agreement as Agreement
 from rocmega.parallel.loopback import Loopback as Loopback
+from rocmega.parallel.pipeline import Pipeline as Pipeline
 from rocmega.parallel.processes import TorchGroup as TorchGroup
 from rocmega.parallel.processes import local_rank as local_rank
 from rocmega.parallel.processes import wants_ranks as wants_ranks

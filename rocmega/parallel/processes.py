@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocmega.errors import PeerError, RequestError
 from rocmega.parallel.agreement import Agreement
+from rocmega.parallel.pipeline import TorchPipeline
 from rocmega.parallel.symmetric import SymmetricBuffer, open_symmetric
 
 if TYPE_CHECKING:
@@ -41,50 +42,71 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
-_joined: dict[int, TorchGroup] = {}
+_joined: dict[tuple[int, int], TorchGroup] = {}
 
 
-def join(size: int) -> TorchGroup:
-    """The group of all ranks, made when it is first needed. Raises as TorchGroup does."""
-    if size not in _joined:
-        _joined[size] = TorchGroup(size)
-    return _joined[size]
+def join(size: int, nodes: int = 1) -> TorchGroup:
+    """The ranks that this process shares a model with, made when it is first needed. Raises as TorchGroup does."""
+    if (size, nodes) not in _joined:
+        _joined[size, nodes] = TorchGroup(size, nodes=nodes)
+    return _joined[size, nodes]
 
 
 class TorchGroup(Agreement):
-    """All ranks that were started together.
+    """All ranks that were started together, or with several nodes those of this process's node.
 
-    size: how many the caller wants. wait_seconds: how long a kernel waits for another rank; a rank that is later than
-    this has failed. setup_seconds: how long set-up waits. Raises RequestError if this process is not one of `size`
-    ranks, PeerError if the others do not come.
+    size: how many the caller wants, of each of `nodes`. wait_seconds: how long a kernel waits for another rank; a rank
+    that is later than this has failed. setup_seconds: how long set-up waits, and a node for what the one before sends.
+    Raises RequestError if this process is not one of so many ranks, PeerError if the others do not come.
+
+    Fields:
+        pipeline: the way to the other nodes, None where there is one.
     """
 
-    def __init__(self, size: int, *, wait_seconds: float = 4.0, setup_seconds: float = 120.0) -> None:
+    def __init__(self, size: int, *, nodes: int = 1, wait_seconds: float = 4.0, setup_seconds: float = 120.0) -> None:
         import torch.distributed as dist
 
-        if not wants_ranks() or int(os.environ["WORLD_SIZE"]) != size:
+        world = size * nodes
+        if not wants_ranks() or int(os.environ["WORLD_SIZE"]) != world:
             here = f"one of {os.environ['WORLD_SIZE']}" if wants_ranks() else "alone"
             raise RequestError(
-                f"{size} ranks are wanted and this process is {here}: start the program with `torchrun "
-                f"--nproc-per-node {size} ...`."
+                f"{world} ranks are wanted and this process is {here}: start the program with `torchrun "
+                f"{f'--nnodes {nodes} ' if nodes > 1 else ''}--nproc-per-node {size} ...`."
             )
-        self.rank, self.size, self.tp = int(os.environ["RANK"]), size, size
+        number = int(os.environ["RANK"])
+        self.nodes = nodes
+        self.node, self.rank = divmod(number, size)
+        self.size = self.tp = size
+        self.pipeline: TorchPipeline | None = None
         self.wait_seconds = wait_seconds
         self.failed = False
         self._device_group: Any = None
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=setup_seconds)))
-            self._store = dist.PrefixStore("rocmega", store)
+            self._store = dist.PrefixStore(f"rocmega/{self.node}", store)
             self._owns = not dist.is_initialized()
             if self._owns:
                 dist.init_process_group(
                     "gloo",
                     store=dist.PrefixStore("gloo", store),
-                    rank=self.rank,
-                    world_size=size,
+                    rank=number,
+                    world_size=world,
                     timeout=timedelta(seconds=setup_seconds),
                 )
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=setup_seconds))
+            self._members = range(self.node * size, (self.node + 1) * size)
+            column = range(self.rank, world, size)
+            # All ranks make all groups, in one order; each keeps those that it is in.
+            made = {
+                ranks: dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=setup_seconds))
+                for ranks in (
+                    *(range(node * size, (node + 1) * size) for node in range(nodes)),
+                    *(range(rank, world, size) for rank in range(size)),
+                    range(world),
+                )
+            }
+            self._group, self._world = made[self._members], made[range(world)]
+            if nodes > 1:
+                self.pipeline = TorchPipeline(self.node, column, made[column])
         except RuntimeError as error:
             raise PeerError(None, f"did not come: {_first_line(error)}") from error
 
@@ -94,6 +116,14 @@ class TorchGroup(Agreement):
 
         values: list[Any] = [None] * self.size
         self._do(lambda: dist.all_gather_object(values, value, group=self._group))
+        return values
+
+    def gather_world(self, value: Any) -> list[Any]:
+        """The value of every rank of every node, in their order; it must be picklable."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * (self.size * self.nodes)
+        self._do(lambda: dist.all_gather_object(values, value, group=self._world))
         return values
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -146,7 +176,7 @@ class TorchGroup(Agreement):
         """Leaves the group."""
         import torch.distributed as dist
 
-        _joined.pop(self.size, None)
+        _joined.pop((self.size, self.nodes), None)
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -156,7 +186,7 @@ class TorchGroup(Agreement):
         if tensor.device.type == "cpu":
             return self._group
         if self._device_group is None:  # every rank comes here with its first tensor
-            self._device_group = dist.new_group(backend="nccl")
+            self._device_group = dist.new_group(list(self._members), backend="nccl", use_local_synchronization=True)
         return self._device_group
 
     def _do(self, work: Any) -> None:

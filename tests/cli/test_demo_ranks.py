@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from rocmega import demo_ranks
@@ -22,16 +23,19 @@ def comparison(*of_ranks: list[int]) -> RanksComparison:
     return RanksComparison("glm-5.2-tiny", "somewhere", "gloo", alone, {"mega": mega, "standard": standard})
 
 
-def test_two_processes_agree_with_one():
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_as_processes_agree_with_one(nodes):
+    """Two of each node."""
     command = [sys.executable, "-m", "rocmega", "demo", "--ranks", "2", "--tokens", "3", "--device", "host", "--json"]
+    command += ["--nodes", str(nodes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["agree"] is True
-    assert report["ranks"] == 2
+    assert (report["ranks"], report["nodes"]) == (2 * nodes, nodes)
     assert len(report["tokens"]) == 3
     assert report["launches_per_token"] == 1
-    assert all(len(times) == 2 and min(times) > 0 for times in report["step_ms"].values())
+    assert all(len(times) == 2 * nodes and min(times) > 0 for times in report["step_ms"].values())
     assert report["standard_path_sums_by"] == "gloo"
 
 
@@ -56,8 +60,9 @@ def test_without_torchrun_it_starts_it(monkeypatch):
     started = []
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(demo_ranks, "start", lambda ranks, arguments: started.append((ranks, arguments)) or 3)
-    result = run(app, ["demo", "--ranks", "4", "--blocks", "2", "--json"])
+    result = run(app, ["demo", "--ranks", "4", "--nodes", "2", "--blocks", "2", "--json"])
     assert result.exit_code == 3
     [(ranks, arguments)] = started
-    assert ranks == 4
+    assert ranks == 8  # processes, on this machine
+    assert arguments[arguments.index("--ranks") :][:4] == ["--ranks", "4", "--nodes", "2"]
     assert arguments[-3:] == ["--blocks", "2", "--json"]

@@ -13,10 +13,10 @@ from rocmega.drivers.base import Driver
 from rocmega.drivers.host import HostDriver
 from rocmega.models.glm import kernel
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.mega import MegaPath, StepResult
+from rocmega.models.glm.mega import MegaPath
 from rocmega.models.glm.standard import StandardPath
 from rocmega.models.glm.weights import GlmWeights
-from rocmega.step import StepBatch
+from rocmega.step import StepBatch, StepResult
 from rocmega.toolchain import Artifact, compile
 from tests.emulator.driver import MMA_K, EmulatorDriver, Execution
 

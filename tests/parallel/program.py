@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+import torch
 
 from rocmega.drivers.host import HostDriver
 from rocmega.errors import DriverError, RocmegaError
@@ -29,7 +30,26 @@ def misbehave(how: str, driver: HostDriver) -> None:
         raise DriverError("the device fell off the bus")
 
 
+def borders() -> None:
+    """Two nodes of one rank: eight tensors go over the border and one comes back, then the first node dies."""
+    group = TorchGroup(1, nodes=2, setup_seconds=30)
+    assert group.pipeline is not None
+    for step in range(9):
+        if step == 8 and group.node == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.arange(6.0) + step if group.node == 0 else torch.empty(6)
+        if group.node == 0:
+            group.pipeline.send(x)
+        else:
+            group.pipeline.receive(x)
+        assert torch.equal(x, torch.arange(6.0) + step)
+        answer = group.pipeline.from_last(torch.tensor([10 * step if group.node == 1 else -1]))
+        assert answer.item() == 10 * step
+
+
 def main(how: str) -> None:
+    if how == "borders":
+        return borders()
     group = TorchGroup(int(os.environ["WORLD_SIZE"]), wait_seconds=WAIT_SECONDS, setup_seconds=30)
     driver = HostDriver(seed=group.rank)
     if how == "refuse" and group.rank == 1:

@@ -111,3 +111,12 @@ def test_a_rank_that_refuses_in_the_set_up_is_quoted(ranks):
     for _, _, errors in (ended[0], ended[2]):
         assert "PeerError rank 1 could not make the chain: no memory for peers here" in errors
     assert seconds < SECONDS
+
+
+def test_a_node_that_dies_is_named_by_the_next(ranks):
+    """After borders that arrived whole."""
+    ended, seconds = ranks(2, "borders")
+    assert ended[0][0] == -9
+    assert ended[1][0] == 2
+    assert "PeerError rank 0 of node 0 cannot be reached any more" in ended[1][2]
+    assert seconds < SECONDS

@@ -15,8 +15,7 @@ import torch
 from rocmega.models.deepseek.presets import preset, v4_config, v41_config, write_config
 from tests.models.deepseek.conftest import all_logits, load
 
-TOKENS = 40  # of which the last ones are decoded
-DECODED = 4
+DECODED = 4  # the last tokens of the prompt
 TOLERANCE = 1e-4
 SHOWS = 1e-2  # what a setting must move the logits by, of which the largest is about 10: 100 times the tolerance
 
@@ -105,8 +104,13 @@ OF_V41 = [
 ]
 
 
-def _tokens() -> torch.Tensor:
-    return torch.randint(0, 512, (TOKENS,), generator=torch.Generator().manual_seed(1))
+# V4's entries are of up to 16 tokens and select among several of them; V4.1's are of 4 at most, and its oracle takes a
+# token at a time, in float64.
+TOKENS = {v4: 40, v41: 24}
+
+
+def _tokens(count: int) -> torch.Tensor:
+    return torch.randint(0, 512, (count,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +121,8 @@ def logits(tmp_path_factory):
     def run(make, number: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         fields = {} if number is None else SETTINGS[number][1]
         directory = write_config(make(**fields), tmp_path_factory.mktemp("setting"))
-        tokens = _tokens()
-        ours = load(directory).follow("a", tokens[: TOKENS - DECODED], tokens[TOKENS - DECODED :].tolist())
+        tokens = _tokens(TOKENS[make])
+        ours = load(directory).follow("a", tokens[:-DECODED], tokens[-DECODED:].tolist())
         return ours, all_logits(directory, tokens[:-1])[-DECODED:]
 
     return run
@@ -140,7 +144,7 @@ def test_setting(number, logits):
 def test_the_token_before_the_first_is_the_padding(tmp_path):
     """Alone, for it shows in the first tokens only."""
     first, other = (write_config(v41(engram_pad_token_id=pad), tmp_path / str(pad)) for pad in (2, 9))
-    tokens = _tokens()[:3]
+    tokens = _tokens(3)
     rows = [load(directory).follow("a", tokens[:1], tokens.tolist()) for directory in (first, other)]
     for directory, ours in zip((first, other), rows, strict=True):
         assert (ours - all_logits(directory, torch.cat([tokens[:1], tokens[:2]]))).abs().max() < TOLERANCE
