@@ -126,7 +126,7 @@ class Runner:
         )
         self._mega: Any = None
         self._fused: Any = None
-        self._measured: tuple[Measured, ...] = ()
+        self.measured: tuple[Measured, ...] = ()  # what path "auto" knows of this model on this device
         try:
             if path in ("auto", "mega"):
                 self._prepare_mega(may_fall_back=path == "auto")
@@ -267,7 +267,7 @@ class Runner:
         context = max(_positions(sequences)) + steps
         shape = self._shape(len(sequences), context, features)
         if path == "auto":
-            return choose(replace(shape, measured=self._measured))
+            return choose(replace(shape, measured=self.measured))
         asked = cast("StepPath", path)
         if reasons := refusals(shape, asked):
             names = {"mega": "mega-task", "fused": "fused path"}
@@ -278,17 +278,12 @@ class Runner:
         """From now on path "auto" knows what `rocmega tune` has found for this model on this device."""
         from rocmega.tuning import load
 
-        self._measured = load(self)
+        self.measured = load(self)
 
     @property
     def paths(self) -> tuple[StepPath, ...]:
         """The paths that are loaded."""
         return tuple(path for path in PATHS if {"mega": self._mega, "fused": self._fused}.get(path, True) is not None)
-
-    @property
-    def measured(self) -> tuple[Measured, ...]:
-        """What it knows."""
-        return self._measured
 
     def timeline(self) -> Timeline:
         """What the mega-task's blocks did in its last step. Raises RequestError if it has run none, or stamps none."""

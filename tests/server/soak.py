@@ -50,16 +50,19 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--path", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--tokens-per-launch", default="1", help="a number, or auto")
     options = parser.parse_args()
+    launch = options.tokens_per_launch
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint("glm-5.2-tiny", Path(folder) / "tiny")
         write_tokenizer(checkpoint)
         # Too few pages for all rows at once, so that some requests have to give theirs back.
         with LLM(checkpoint, path=options.path, device=options.device, max_rows=8, max_model_len=256, cache_pages=12,
-                 prefill_chunk=64) as llm:  # fmt: skip
+                 prefill_chunk=64, tokens_per_launch=int(launch) if launch.isdecimal() else launch) as llm:  # fmt: skip
             result = soak(llm, options.minutes, options.clients)
             result["preemptions"] = llm.metrics()["preemptions"]
             result["mega_coverage"] = llm.metrics()["mega_coverage"]
+            result["launches_of_several_steps"] = llm.metrics()["launches_of_several_steps"]
     print(json.dumps(result, indent=2))
     return int(bool(result["wrong"] or result["leaked_pages"] or not result["quiet"] or result["finished"]["error"]))
 

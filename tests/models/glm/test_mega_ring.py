@@ -16,7 +16,7 @@ LONG = 200  # tokens, with room for all of them; nobody waits for the last
 
 @pytest.fixture(scope="module")
 def subject(bench) -> Bench:
-    return bench("glm-5.2-tiny", "f32", (LONG + 30, LONG + 5), blocks=2)
+    return bench("shallow", "f32", (LONG + 30, LONG + 5), blocks=2)
 
 
 def launch(subject: Bench, tokens: int, stops=NONE):
@@ -76,7 +76,7 @@ def test_nothing_else_runs_meanwhile(subject):
 
 
 def test_closing_ends_it(packed):
-    subject = Bench(*packed("glm-5.2-tiny", "f32"), (LONG + 30, LONG + 5), blocks=2)
+    subject = Bench(*packed("shallow", "f32"), (LONG + 30, LONG + 5), blocks=2)
     started = launch(subject, LONG)
     subject.close()
     assert started._running.done()
@@ -102,7 +102,7 @@ def test_what_fails_in_the_kernel_reaches_the_reader(subject, monkeypatch):
 
 def test_the_checks_see_the_ring(bench):
     """Cancelled in the middle, with the memory model on: whoever runs at which speed, all blocks leave together."""
-    subject = bench("glm-5.2-tiny", "f32", (40, 28), blocks=5)
+    subject = bench("shallow", "f32", (40, 28), blocks=5)
     for seed in (1, 2):
         subject.reset()
         subject.driver.check, subject.driver.seed = True, seed
