@@ -49,14 +49,16 @@ WRITES = {
 
 
 class GlmSubject:
-    """Steps of up to three rows: longer than the selection, shorter, and at a page border. Contexts are noise.
+    """Steps of up to three requests: longer than the selection, shorter, and at a page border. Contexts are noise.
 
-    Cases of two rows take two steps, the second with one of them, so that it meets the leavings of another width.
+    Cases of two rows take two steps, the second with one of them, so that it meets the leavings of another width. Cases
+    of four have successive tokens of one request, the second of which attends to what the first has written in the
+    same step.
     Several ranks run in one launch, each with its part of the weights and a cache of its own.
     """
 
     blocks: Sequence[int] = (1, 2, 3, 4, 5, 7)
-    rows: Sequence[int] = (1, 2, 3)
+    rows: Sequence[int] = (1, 2, 3, 4)
 
     def __init__(self, preset: str, dtype: str, ranks: int = 1) -> None:
         self.name = f"{preset} ({dtype})" + f", {ranks} ranks" * (ranks > 1)
@@ -122,8 +124,10 @@ class GlmSubject:
         return b"".join(made)
 
     def _step(self, path: MegaPath, rank: int, number: int, rows: int) -> bytes:
-        positions, table = self.positions[:rows] + number, self.table[:rows]
-        result = path.decode(StepBatch(self.tokens[number, :rows], positions, table))
+        requests = [0, 1, 1, 2] if rows == 4 else list(range(rows))
+        later = torch.tensor([requests[:row].count(request) for row, request in enumerate(requests)])
+        positions, table = self.positions[requests] + number + later.to(torch.int32), self.table[requests]
+        result = path.decode(StepBatch(self.tokens[number, requests], positions, table))
         assert result.logits is not None
         pages = table.gather(1, positions[:, None].long() // PAGE)[:, 0].long()
         entries = [pool[pages, positions.long() % PAGE] for pool in self._pools(rank)]
