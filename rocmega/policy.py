@@ -130,12 +130,6 @@ def _rounded(shape: StepShape) -> str | None:
     return f"activations {shape.activations!r}; with {shape.format} weights it has {wanted}"
 
 
-def _ranks(shape: StepShape) -> str | None:
-    if shape.ranks > 1 and "sampling" in shape.features:
-        return f"sampling on {shape.ranks} ranks: each has a part of the vocabulary, and a draw needs all of it"
-    return None
-
-
 def nearest(measured: Iterable[Measured], rows: int, context: int) -> Measured | None:
     """The measurement that stands for a step: the next larger one, in context first; else the largest."""
     cells = sorted(measured, key=lambda cell: (cell.context, cell.rows))
@@ -169,7 +163,6 @@ MEGA_RULES: Rules = (
     _tokens,
     _rows,
     _context,
-    _ranks,
 )
 FUSED_RULES: Rules = (
     lambda shape: _listed("model family", shape.family, FUSED_FAMILIES),

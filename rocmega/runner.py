@@ -26,6 +26,7 @@ from rocmega.policy import (
     refusals,
 )
 from rocmega.progress import Progress, silent
+from rocmega.sampling.choose import choose_rows
 
 if TYPE_CHECKING:
     import torch
@@ -227,10 +228,10 @@ class Runner:
             step = Step(decision, result.tokens.tolist(), result.logits, left)
         elif residual:
             values, left = self.standard.decode_with_residual(batch)
-            step = Step(decision, _choose(values, choices), values, left)
+            step = Step(decision, choose_rows(values, choices), values, left)
         else:
             values = (self._fused if decision.path == "fused" else self.standard).decode(batch)
-            step = Step(decision, _choose(values, choices), values)
+            step = Step(decision, choose_rows(values, choices), values)
         for sequence, _ in rows:
             sequence.length += 1
         return step
@@ -482,12 +483,3 @@ def _positions(sequences: Sequence[CachedSequence]) -> list[int]:
         out.append(sequence.length + taken[sequence.number])
         taken[sequence.number] += 1
     return out
-
-
-def _choose(logits: torch.Tensor, choices: Sequence[Choice | None]) -> list[int]:
-    """A token for each row of logits [rows, vocab]."""
-    from rocmega.sampling.choose import choose
-
-    largest: list[int] = logits.argmax(dim=-1).tolist()
-    pairs = zip(logits, choices, largest, strict=True)
-    return [token if choice is None else choose(row, choice) for row, choice, token in pairs]

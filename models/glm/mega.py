@@ -19,6 +19,7 @@ from rocmega.models.glm.config import GlmConfig
 from rocmega.models.glm.formulas import rope_angles
 from rocmega.models.glm.shard import split_layers, symmetric_bytes
 from rocmega.ring import TokenLaunch, TokenRing
+from rocmega.sampling.choose import choose_rows
 from rocmega.sampling.device import ChoiceTable
 from rocmega.step import StepBatch, StepResult
 from rocmega.timeline import CAPACITY, Timeline
@@ -239,14 +240,12 @@ class MegaPath:
         pages = min(batch.block_table.shape[1], self.max_pages)
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         args.rows = rows
-        self._logits = logits
-        self._chosen = choices is not None and any(choice is not None for choice in choices)
-        if self._chosen and self.weights.tp > 1:
-            raise RequestError(
-                "ranks that share a vocabulary choose greedily: leave sampling out, or use path='standard'."
-            )
-        if choices is not None and self._chosen:
-            self._choices.place(choices)
+        drawn = choices if choices is not None and any(choice is not None for choice in choices) else None
+        # A draw needs the whole vocabulary. Of several ranks each has a part: they draw when the kernel has ended.
+        self._chosen, self._drawn = (drawn is not None, None) if self.weights.tp == 1 else (False, drawn)
+        self._logits, self._leaves_logits = logits, logits or drawn is not None
+        if drawn is not None and self._chosen:
+            self._choices.place(drawn)
 
     def enqueue(self) -> None:
         """Launches the step that was placed, without waiting for it. Once more, it gives the same again.
@@ -268,7 +267,7 @@ class MegaPath:
         args = self._args
         args.tokens = self._count
         args.epoch = self._next_epoch(self._count)
-        args.logits = self._regions["logits"].address if self._logits or self._chosen else 0
+        args.logits = self._regions["logits"].address if self._leaves_logits else 0
         args.choices = self.driver.constant(self._choices.choices) if self._chosen else 0
         for number, (begin, end) in enumerate(self.layer_splits):
             args.layer_begin, args.layer_end = begin, end
@@ -296,11 +295,13 @@ class MegaPath:
         self._raise_if_given_up()
         rows = self._args.rows
         tokens = self._view("tokens_out", torch.int32)[:rows].cpu().clone()  # on the CPU, .cpu() is no copy
-        logits = self._gather_logits(rows) if self._logits else None
+        logits = self._gather_logits(rows) if self._logits or self._drawn else None
+        if logits is not None and self._drawn is not None:  # the same bits and random numbers, so the same tokens
+            tokens = torch.tensor(choose_rows(logits, self._drawn), dtype=torch.int32)
         if self.pipeline is not None:
             tokens = self.pipeline.from_last(tokens)
-            logits = None if logits is None else self.pipeline.from_last(logits)
-        return StepResult(tokens, logits)
+            logits = self.pipeline.from_last(logits) if logits is not None and self._logits else None
+        return StepResult(tokens, logits if self._logits else None)
 
     def residual(self) -> torch.Tensor:
         """The residual stream that the last step's layers here left, float32 [rows, hidden] on the device; a copy."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,13 @@ class Choice:
     seed: int
     number: int
     uses: Uses | None = None
+
+
+def choose_rows(logits: torch.Tensor, choices: Sequence[Choice | None]) -> list[int]:
+    """A token for each row of logits float32 [rows, vocab]: by its choice, or the largest."""
+    largest: list[int] = logits.argmax(dim=-1).tolist()
+    pairs = zip(logits, choices, largest, strict=True)
+    return [token if choice is None else choose(row, choice) for row, choice, token in pairs]
 
 
 def choose(logits: torch.Tensor, choice: Choice) -> int:

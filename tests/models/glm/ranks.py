@@ -12,6 +12,7 @@ from rocmega.checkpoint import Checkpoint
 from rocmega.models.glm.mega import MegaPath
 from rocmega.models.glm.weights import pack
 from rocmega.parallel.threads import ThreadRanks
+from rocmega.sampling.choose import Choice
 from tests.models.glm.kit import Bench, Outcome
 
 
@@ -62,7 +63,14 @@ class RanksBench:
         for cache in self.caches:
             cache.close()
 
-    def step(self, rows: Sequence[int] | None = None, *, seed: int = 0, check: bool = False) -> list[RankOutcome]:
+    def step(
+        self,
+        rows: Sequence[int] | None = None,
+        *,
+        seed: int = 0,
+        check: bool = False,
+        choices: Sequence[Choice | None] | None = None,
+    ) -> list[RankOutcome]:
         """One step of every rank, from noise."""
         self.ranks.driver.seed, self.ranks.driver.check = seed, check
 
@@ -70,7 +78,7 @@ class RanksBench:
             pools = [pool for pool in (*self.caches[rank].latent, *self.caches[rank].index) if pool is not None]
             for pool, noise in zip(pools, self.whole.noise, strict=True):
                 pool.copy_(noise)
-            result = self.paths[rank].decode(self.whole.batch(rows))
+            result = self.paths[rank].decode(self.whole.batch(rows), choices=choices)
             assert result.logits is not None
             pages, places = self.whole.slots(rows)
             entries = [pool[pages, places].contiguous().view(torch.uint8) for pool in pools]

@@ -10,6 +10,8 @@ import torch
 
 from rocmega.checkpoint import Checkpoint
 from rocmega.models.glm import mega, presets
+from rocmega.sampling import SamplingParams
+from rocmega.sampling.choose import Choice, choose_rows
 from tests.models.glm.kit import POSITIONS, Bench
 from tests.models.glm.ranks import RankOutcome, RanksBench
 
@@ -99,6 +101,23 @@ def test_fewer_rows_and_more_steps(made):
         got = ranks.step(rows, seed=len(rows), check=True)
         assert same_on_all(got)
         assert got[0].outcome.tokens.tolist() == want[0].outcome.tokens[rows].tolist()
+
+
+def test_draws_are_those_of_the_whole_vocabulary_and_equal_on_all_ranks(made):
+    _, ranks = made("bf16", 2)
+    plain = ranks.step()
+    params = SamplingParams(temperature=3.0)
+    seen = set()
+    for number in range(4):
+        choices = [Choice(params, 1, number), None, Choice(SamplingParams(logit_bias={5: 100.0}), 0, 0)]
+        got = ranks.step(choices=choices)
+        assert same_on_all(got)
+        outcome = got[0].outcome
+        assert torch.equal(outcome.logits, plain[0].outcome.logits)
+        assert outcome.tokens.tolist() == choose_rows(outcome.logits, choices)
+        assert outcome.tokens[1:].tolist() == [int(plain[0].outcome.tokens[1]), 5]
+        seen.add(int(outcome.tokens[0]))
+    assert len(seen) > 1
 
 
 def test_tags_begin_anew_on_all_ranks(made):
