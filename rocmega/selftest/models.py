@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 NOTICED = 2.0  # seconds in which a GPU's lost layer has to be an error
 HOST_POLLS = 2000
+WAIT = (
+    0.2 * NOTICED
+)  # that a wait is given: with all blocks polling, polls take longer than one block's, which are known
 
 
 class ModelError(RocmegaError):
@@ -60,7 +63,7 @@ def lost_layer(subject: Subject) -> dict[str, Any]:
     """A step of which a layer never runs is a named error in time; the next one is right again. Raises ModelError."""
     batch, mega = subject.batch(max(subject.options.rows), max(subject.contexts)), subject.make_mega()
     host = subject.driver.arch == "host"
-    polls = HOST_POLLS if host else int(0.5 * NOTICED * subject.driver.polls_per_second)
+    polls = HOST_POLLS if host else int(WAIT * subject.driver.polls_per_second)
     layer = subject.layers // 2
     try:
         before = mega.decode(batch).logits.clone()

@@ -40,14 +40,19 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("program", [HANDOFFS, MODEL], ids=["hand-offs", "model"])
+# Kernels by name: torch's own are not ours to judge, and take long.
+PROGRAMS = {"stress": HANDOFFS, "exchange": HANDOFFS, "glm_decode": MODEL}
+
+
+@pytest.mark.parametrize("kernel", PROGRAMS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_clean(tool: str, program: str) -> None:
+def test_clean(tool: str, kernel: str) -> None:
     assert SANITIZER is not None
-    # Of kernels by name: torch's own are not ours to judge, and take long.
-    ours = "--kernel-name=regex:glm_decode|stress|exchange"
-    command = [SANITIZER, "--tool", tool, ours, "--error-exitcode", "9", sys.executable, "-c", program]
+    command = [SANITIZER, "--tool", tool, "--kernel-name", f"kernel_substring={kernel}", "--error-exitcode", "9"]
+    command += [sys.executable, "-c", PROGRAMS[kernel]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     print(done.stdout[-3000:], done.stderr[-3000:])
+    if "Device not supported" in done.stdout:
+        pytest.skip("compute-sanitizer does not support this device here, as in some virtual machines")
     assert done.returncode == 0
     assert "0 errors" in done.stdout or "0 hazards" in done.stdout
