@@ -251,7 +251,7 @@ class Runner:
         """
         sequences = [sequence for sequence, _ in rows]
         features = frozenset({"sampling" if any(choices or ()) else "greedy"})
-        one = self.tp == 1 and self.pipeline is None
+        one = self.tp == 1 and self.pipeline is None and hasattr(self._mega, "launch_many")  # not every family has it
         if not one or self.decide(sequences, path, features, count).path != "mega":
             return None
         launch: TokenLaunch = self._mega.launch_many(self._batch(rows), count, stops, choices)

@@ -32,8 +32,8 @@ def load_layer(runner: Runner) -> Any:
     from rocmega.checkpoint import Checkpoint
     from rocmega.registry import family_module
 
-    if runner.packed or runner.tp > 1:
-        lacking = "packs do not hold the layer" if runner.packed else "the layer runs on one rank alone"
+    if runner.packed or runner.tp > 1 or runner.pipeline is not None:
+        lacking = "packs do not hold the layer" if runner.packed else "the layer runs on one rank and node alone"
         raise RequestError(
             f"draft_method='mtp': {lacking}. Load the checkpoint, on one GPU, or take draft_method='lookup'."
         )
