@@ -112,7 +112,13 @@ class Service:
                 yield state
 
     async def _all(self, requests: list[EngineRequest]) -> list[RequestOutput]:
-        return await asyncio.gather(*map(self._last, requests))
+        """All answers, or the first error: then the others' requests end too, nobody will hear of them."""
+        answers = [asyncio.create_task(self._last(request)) for request in requests]
+        try:
+            return await asyncio.gather(*answers)
+        finally:
+            for answer in answers:
+                answer.cancel()
 
     async def _last(self, request: EngineRequest) -> RequestOutput:
         return [state async for state in self._states(request)][-1]

@@ -30,13 +30,15 @@ def speaking(tiny, tmp_path_factory):
 
 
 @contextmanager
-def serving(llm, **options):
-    """The server's address, as long as the block runs."""
+def serving(llm, send_buffer: int | None = None, **options):
+    """The server's address, as long as the block runs. send_buffer: bytes that the kernel may hold for a client."""
     import uvicorn
 
     from rocmega.server.app import Options, create_app
 
     listener = socket.socket()
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(create_app(llm, Options("tiny", **options)), log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
