@@ -46,26 +46,31 @@ template <int N, class At> DEVICE bool collect_ranks(Step& s, u32 tag, At at, Pa
   }
 }
 
-// x(version) = x(version - 1) + the shares of all ranks. A task is THREADS values of the flat [rows][WIDTH].
+// x(version) = x(version - 1) + the shares of all ranks. A task is 2 * THREADS values of the flat [rows][WIDTH].
 //   in   parts: this rank's buffer; before: x(version - 1), [rows][WIDTH]
-//   out  after: x(version)
-template <int WIDTH_X>
-DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, const Pair* parts, const Pair* before, Pair* after) {
-  int values = (int)s.rows * WIDTH_X, tasks = (values + THREADS - 1) / THREADS;
+//   out  sink(row, channel, v, there): v of `channel` and the next; eight threads in a row have 16 channels, and all threads are
+//        there
+template <int WIDTH_X, class Sink>
+DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, const Pair* parts, const Pair* before, Sink sink) {
+  int values = (int)s.rows * WIDTH_X, tasks = (values + 2 * THREADS - 1) / (2 * THREADS);
   for (int task = s.first_task(); task < tasks; task += n_blocks()) {
     s.begin(stage, task, tag);
-    int i = task * THREADS + thread_id();
-    bool ok = true;
-    if (i < values) {
-      Pair shares[RANKS], old[1];
-      ok = collect_ranks<1>(s, tag, [&](int rank) { return parts + parts_of(version, rank, WIDTH_X) + i; }, shares);
-      ok = ok && s.collect(tag - 1, [&](int) { return before + i; }, old);  // there: the shares derive from it
-      f32 sum = value_of(shares[0]);
-      UNROLL for (int rank = 1; rank < RANKS; ++rank) sum += value_of(shares[rank]);
-      if (ok) put(after + i, value_of(old[0]) + sum, tag);
+    int i = 2 * (task * THREADS + thread_id());
+    bool there = i < values, ok = true;
+    f32 sum[2] = {};
+    if (there) {
+      Pair shares[RANKS * 2], old[2];
+      ok = collect_ranks<2>(s, tag, [&](int rank) { return parts + parts_of(version, rank, WIDTH_X) + i; }, shares);
+      ok = ok && s.collect(tag - 1, [&](int j) { return before + i + j; }, old);  // there: the shares derive from it
+      UNROLL for (int j = 0; j < 2; ++j) {
+        sum[j] = value_of(shares[j]);
+        UNROLL for (int rank = 1; rank < RANKS; ++rank) sum[j] += value_of(shares[2 * rank + j]);
+        sum[j] = value_of(old[j]) + sum[j];
+      }
     }
     if (!s.all_ok(ok)) return false;
     s.input_is_there();
+    sink(there ? i / WIDTH_X : 0, there ? i % WIDTH_X : 0, sum, there);
     s.end();
   }
   s.finish(tasks);

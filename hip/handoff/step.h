@@ -24,7 +24,7 @@ enum class Stored { THROUGH, PLAIN };
 constexpr int ERROR_WORDS = 8;  // of a block: claimed, rank, stage, task, its tag, wanted, seen, 1 + rank waited for
 constexpr u32 NO_PEER = 0xffffffffu;
 
-SHARED(u32, waves_ok, 2 * WAVES);
+SHARED(u32, lost_in_turn, 2);  // a thread gave up a wait
 
 // The other ranks, for waits: a rank that gives up tells them, and one that is told gives up. Of one rank nothing is left.
 template <int COUNT> struct Others {
@@ -52,20 +52,50 @@ template <> struct Others<1> {
 struct Step {
   const u32 rows, rank, poll_limit;
   u32* const error;  // [1 + blocks][ERROR_WORDS]; the first word: somebody gave up
-  u32 base = 0, stage = 0, task = 0, tag = 0;
-  u32 turn = 0;  // of waves_ok
+  u32 stage = 0, task = 0, tag = 0;
+  u32 turn = 0;            // of lost_in_turn
+  u32 squares_turn = 0;    // of squares, in stages/input.h
+  int next;                // the block that gets the next task
+  int idle;                // blocks, from that one on, that have had a task of the stage before less than the others
+  const u32 inverse_rows;  // of 2^16, rounded up
   Timeline timeline;
   u32 lost_wanted = 0, lost_seen = 0;  // of the wait that this thread gave up; equal: none
   Others<RANKS> others;
 
   DEVICE Step(u32 rows, u32 rank, u32 poll_limit, u32* error, u32* const* alarms)
-      : rows(rows), rank(rank), poll_limit(poll_limit), error(error), others{alarms} {}
-
-  DEVICE int first_task() const {
-    u32 n = n_blocks();
-    return (block_id() + n - base % n) % n;
+      : rows(rows),
+        rank(rank),
+        poll_limit(poll_limit),
+        error(error),
+        next(0),
+        idle(n_blocks()),
+        inverse_rows(65536u / rows + 1),
+        others{alarms} {
+    if (thread_id() < 2) lost_in_turn[thread_id()] = 0u;
+    block_barrier();
   }
-  DEVICE void finish(int tasks) { base += tasks; }
+
+  DEVICE int first_task() const {  // this block's, of the stage
+    int first = block_id() - next;
+    return first < 0 ? first + n_blocks() : first;
+  }
+  DEVICE void finish(int tasks) {  // modulo by subtraction: a division is long
+    if (tasks * 4 < idle) {
+      idle -= tasks;  // a stage of a few tasks leaves the others as they are
+    } else {
+      idle = -tasks;
+      while (idle < 0) idle += n_blocks();
+    }
+    next += tasks;
+    while (next >= n_blocks()) next -= n_blocks();
+  }
+  // What goes from token to token is told to be the same in all lanes: the compiler cannot know, as a lane that gives up
+  // leaves.
+  DEVICE void tell_uniform() {
+    next = uniform(next), idle = uniform(idle), turn = uniform(turn), squares_turn = uniform(squares_turn);
+  }
+  // i / rows, for i * rows below 2^16.
+  DEVICE int of_rows(int i) const { return i * inverse_rows >> 16; }
 
   // Where this block is: for the error word, and for reports of the host target.
   DEVICE void begin(u32 at_stage, u32 at_task, u32 at_tag) {
@@ -74,19 +104,25 @@ struct Step {
     timeline.stamp(stage, task, Moment::BEGIN, tag);
   }
   DEVICE void input_is_there() { timeline.stamp(stage, task, Moment::INPUT, tag); }
-  DEVICE void end() { timeline.stamp(stage, task, Moment::END, tag); }
+  DEVICE void end() { end(task); }
+  DEVICE void end(u32 of_task) {
+    timeline.stamp(stage, of_task, Moment::END, tag);
+  }  // where the next has begun already
 
   // One more poll? False when this wait, or another one anywhere, was given up: then the block leaves the kernel (all_ok), and
   // so, 64 polls later, does everybody else.
   DEVICE bool go_on(u32& polls, u32 wanted, u32 seen, u32 peer = NO_PEER) {
-    bool expired = ++polls >= poll_limit;
-    if (expired || (polls % 64 == 0 && (load_device(error, ANY_EPOCH) || others.told(rank)))) {
-      lost_wanted = wanted, lost_seen = seen;
-      others.lose(peer);
-      if (expired || RANKS > 1) claim(error);
-      return false;
-    }
+    ++polls;
+    if ((polls % 64 == 0 || polls >= poll_limit) && lost(polls, wanted, seen, peer)) return false;
     pause();
+    return true;
+  }
+  COLD bool lost(u32 polls, u32 wanted, u32 seen, u32 peer) {
+    bool expired = polls >= poll_limit;
+    if (!expired && !load_device(error, ANY_EPOCH) && !others.told(rank)) return false;
+    lost_wanted = wanted, lost_seen = seen;
+    others.lose(peer);
+    if (expired || RANKS > 1) claim(error);
     return true;
   }
   // At the end of the kernel, by every thread of a block that left it: one of those that were waiting says for what. The host
@@ -110,6 +146,20 @@ struct Step {
       if (!go_on(polls, wanted, seen)) return false;
     }
   }
+  // The same for N times two neighbours, from at[i] on; null: none, which is zeros.
+  template <int N> DEVICE bool collect_twos(u32 wanted, const Pair* const (&at)[N], Pair (&got)[N][2]) {
+    for (u32 polls = 0;;) {
+      u32 seen = wanted;
+      UNROLL for (int i = 0; i < N; ++i) {
+        got[i][0] = got[i][1] = {0, wanted};
+        if (at[i]) load_pairs(at[i], wanted, got[i]);
+      }
+      UNROLL for (int i = 0; i < N; ++i) UNROLL for (int j = 0; j < 2; ++j) seen =
+          got[i][j].tag == wanted ? seen : got[i][j].tag;
+      if (seen == wanted) return true;
+      if (!go_on(polls, wanted, seen)) return false;
+    }
+  }
   // One thread waits until a word carries the tag or a later one.
   DEVICE bool wait_flag(const Pair* flag, u32 wanted, Pair& got) {
     for (u32 polls = 0;;) {
@@ -123,16 +173,13 @@ struct Step {
     return wait_flag(flag, wanted, got);
   }
 
-  // True if it is for every thread. Also a block barrier. Two turns of the array: whoever writes one again has passed the
-  // barrier of the other, hence everybody has read.
+  // True if it is for every thread. Also a block barrier. Two turns: whoever writes one again has passed the barrier of the
+  // other, hence everybody has read.
   DEVICE bool all_ok(bool mine) {
-    u32 at = (turn++ & 1) * WAVES;
-    bool wave = !wave_any(!mine);
-    if (lane_id() == 0) waves_ok[at + wave_id()] = wave;
+    u32 at = turn++ & 1;
+    if (!mine) lds_or(lost_in_turn, at, 1u);
     block_barrier();
-    u32 all = 1;
-    UNROLL for (int w = 0; w < WAVES; ++w) all &= waves_ok[at + w];
-    return all != 0;
+    return !lost_in_turn[at];
   }
 
   // The block waits for `count` flags, flag(0) ... flag(count - 1). Also a block barrier.

@@ -5,6 +5,7 @@
 
 #define DEVICE __attribute__((device)) inline
 #define STAGE DEVICE  // a call would need scratch
+#define COLD DEVICE
 #define KERNEL extern "C" __attribute__((global, amdgpu_flat_work_group_size(WAVES * WIDTH, WAVES * WIDTH)))
 #define SHARED(T, name, N) static __attribute__((shared, aligned(16))) T name[N]
 #define SHARED_LARGE(T, name, N) SHARED(T, name, N)
@@ -61,6 +62,13 @@ DEVICE float wave_sum(float v) {
     v += __builtin_bit_cast(float, wave_read(__builtin_bit_cast(u32, v), lane_id() ^ o));
   return v;
 }
+DEVICE u32 wave_max(u32 v) {
+  for (int o = WIDTH / 2; o; o /= 2) {
+    u32 other = wave_read(v, lane_id() ^ o);
+    v = other > v ? other : v;
+  }
+  return v;
+}
 DEVICE u64 wave_max(u64 v) {
   for (int o = WIDTH / 2; o; o /= 2) {
     u64 other = (u64)wave_read(v >> 32, lane_id() ^ o) << 32 | wave_read((u32)v, lane_id() ^ o);
@@ -93,6 +101,11 @@ template <class T> using Raw = typename RawOf<sizeof(T)>::Type;
 
 template <class T> using Const = const __attribute__((address_space(4))) T*;
 template <class T> DEVICE Const<T> as_const(const T* p) { return (Const<T>)p; }
+// Scalar loads have a cache of their own.
+#define NEAR(T, name, N) constexpr T* name = nullptr
+template <class T> DEVICE Const<T> nearby(const T*, int, const T* from) { return as_const(from); }
+template <class T> DEVICE void bring_near(const T*, int, const T*) {}
+DEVICE void brought_near() {}
 // The same pointer, but fields read through it before are not kept: they would fill the scalar registers of a whole kernel.
 template <class T> DEVICE Const<T> fresh(Const<T> p) {
   asm volatile("" : "+s"(p));  // no instruction
@@ -144,6 +157,9 @@ SCOPED(_system, __HIP_MEMORY_SCOPE_SYSTEM)
 
 DEVICE void store_pair(Pair* p, Pair v) { store_device(p, v, v.tag); }
 DEVICE Pair load_pair(const Pair* p, u32 tag) { return load_device(p, tag); }
+DEVICE void load_pairs(const Pair* p, u32 tag, Pair (&got)[2]) {
+  got[0] = load_pair(p, tag), got[1] = load_pair(p + 1, tag);
+}
 DEVICE Pair load_flag(const Pair* p, u32 tag) { return load_pair(p, tag); }
 DEVICE void store_pair_system(Pair* p, Pair v) { store_system(p, v, v.tag); }
 DEVICE Pair load_pair_system(const Pair* p, u32 tag) { return load_system(p, tag); }
@@ -175,6 +191,7 @@ DEVICE void acquire_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent")
 DEVICE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
 
 DEVICE int lowest_bit(u64 v) { return __builtin_ctzll(v); }
+DEVICE int count_bits(u32 v) { return __builtin_popcount(v); }
 
 #if defined(__gfx950__)
 #define NATIVE_PACK_BF16
@@ -203,12 +220,13 @@ DEVICE int acc_row(int i) { return lane_id() / 16 * 4 + i; }
 DEVICE int acc_col(int) { return lane_id() % 16; }
 
 typedef float Float4 __attribute__((ext_vector_type(4)));
-DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc) {  // instruction i takes element i of every chunk
+template <bool A_IS_BF16 = false> DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc,
+                                                      bool = true) {  // instruction i takes element i of every chunk
   Float4 c = __builtin_bit_cast(Float4, acc), x = __builtin_bit_cast(Float4, a), y = __builtin_bit_cast(Float4, b);
   UNROLL for (int i = 0; i < 4; ++i) c = __builtin_amdgcn_mfma_f32_16x16x4f32(x[i], y[i], c, 0, 0, 0);
   acc = __builtin_bit_cast(Acc, c);
 }
-DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
+DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc, bool = true) {
   Float4 c = __builtin_bit_cast(Float4, acc);
 #if defined(__gfx950__)
   typedef __bf16 Bf16x8 __attribute__((ext_vector_type(8)));
@@ -222,7 +240,8 @@ DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
 #endif
   acc = __builtin_bit_cast(Acc, c);
 }
-DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {  // instruction i takes bytes 8i ... 8i + 7 of every chunk
+DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc,
+                    bool = true) {  // instruction i takes bytes 8i ... 8i + 7 of every chunk
   Float4 c = __builtin_bit_cast(Float4, acc);
   struct Parts {
     long h[2];

@@ -7,6 +7,7 @@
 
 #define DEVICE inline
 #define STAGE DEVICE
+#define COLD DEVICE
 #define KERNEL extern "C" __attribute__((visibility("default")))
 #define SHARED(T, name, N) static const host::Lds<T, (N)> name(#name)
 #define SHARED_LARGE(T, name, N) SHARED(T, name, N)
@@ -23,6 +24,7 @@ DEVICE int xcc_id() { return host::self->wave->block->xcd; }
 DEVICE u64 clock_ticks() { return host::turns; }
 DEVICE void pause() { host::pause(); }
 DEVICE int lowest_bit(u64 v) { return __builtin_ctzll(v); }
+DEVICE int count_bits(u32 v) { return __builtin_popcount(v); }
 DEVICE u32 uniform(u32 v) { return v; }
 DEVICE void mark(u32 stage, u32 task, u32 epoch) { host::self->place = {stage, task, epoch}; }
 
@@ -78,6 +80,7 @@ DEVICE u64 wave_max(u64 v) {
   });
   return host::get_slot<u64>();
 }
+DEVICE u32 wave_max(u32 v) { return (u32)wave_max((u64)v); }
 DEVICE u64 wave_ballot(bool b) {
   host::set_slot((u64)b);
   host::meet([](host::Wave& w) {
@@ -92,6 +95,10 @@ DEVICE bool wave_any(bool b) { return wave_ballot(b) != 0; }
 // Memory. Without checks an access is a copy from or to the region's data, which lie at a fixed distance.
 template <class T> using Const = const T*;
 template <class T> DEVICE Const<T> as_const(const T* p) { return p; }
+#define NEAR(T, name, N) constexpr T* name = nullptr
+template <class T> DEVICE Const<T> nearby(const T*, int, const T* from) { return as_const(from); }
+template <class T> DEVICE void bring_near(const T*, int, const T*) {}
+DEVICE void brought_near() {}
 template <class T> DEVICE Const<T> fresh(Const<T> p) { return p; }
 template <class T> DEVICE T copy_of(const T* p) { return *p; }
 template <class T> DEVICE T load_constant(const T* p) { return *p; }
@@ -125,6 +132,9 @@ DEVICE Pair load_pair_system(const Pair* p, u32 tag) {
   host::poll(p, &v, tag, host::SYSTEM_SCOPE, false);
   return v;
 }
+DEVICE void load_pairs(const Pair* p, u32 tag, Pair (&got)[2]) {
+  got[0] = load_pair(p, tag), got[1] = load_pair(p + 1, tag);
+}
 DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }
 DEVICE bool claim(u32* p) { return host::claim(p); }
 DEVICE void drain() {
@@ -153,11 +163,13 @@ DEVICE int frag_row(int) { return lane_id() % 16; }
 DEVICE int frag_chunk() { return lane_id() / 16; }
 DEVICE int acc_row(int i) { return lane_id() / 16 * 4 + i; }
 DEVICE int acc_col(int) { return lane_id() % 16; }
-DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc) { host::mma(host::MMA_F32, a.w[0], b.w[0], acc.v); }
-DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc) {
+template <bool A_IS_BF16 = false> DEVICE void mma_f32(const Frag& a, const Frag& b, Acc& acc, bool = true) {
+  host::mma(host::MMA_F32, a.w[0], b.w[0], acc.v);
+}
+DEVICE void mma_bf16(const Frag& a, const Frag& b, Acc& acc, bool = true) {
   host::mma(MMA_K == 16 ? host::MMA_BF16_K16 : host::MMA_BF16_K32, a.w[0], b.w[0], acc.v);
 }
-DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc) {
+DEVICE void mma_fp8(const Frag& a, const Frag& b, Acc& acc, bool = true) {
   host::mma(FP8_FNUZ ? host::MMA_FP8_FNUZ : host::MMA_FP8_OCP, a.w[0], b.w[0], acc.v);
 }
 #if MMA_K == 32

@@ -1,5 +1,6 @@
 // The embedding of each row's token: the first version of the residual stream.
-//   out  x [row][HIDDEN] as tagged pairs;  a task is 2 * THREADS channels of a row
+//   out  sink(row, channel, v, there): v of `channel` and the next; a task is 2 * THREADS channels of a row, and eight threads
+//        in a row have 16 channels. All threads are there
 #pragma once
 #include "stages/input.h"
 
@@ -31,28 +32,26 @@ struct OwnRows {
   }
 };
 
-template <class Table, int HIDDEN, class Tokens>
-DEVICE bool embed(Step& s, u32 stage, u32 tag, const void* embedding, const Tokens& tokens, Pair* x) {
+template <class Table, int HIDDEN, class Tokens, class Sink>
+DEVICE bool embed(Step& s, u32 stage, u32 tag, const void* embedding, const Tokens& tokens, Sink sink) {
   constexpr int PIECES_A_ROW = (HIDDEN / 2 + THREADS - 1) / THREADS;
   int tasks = s.rows * PIECES_A_ROW;
   for (int task = s.first_task(); task < tasks; task += n_blocks()) {
     s.begin(stage, task, tag);
     int row = task / PIECES_A_ROW, channel = 2 * (task % PIECES_A_ROW * THREADS + thread_id());
-    u32 token = 0;
+    u32 token = 0, low = 0, high = 0;
     bool ok = tokens.take(s, row, token);
     if (tokens.tag && !s.all_ok(ok)) return false;
     if (channel < HIDDEN) {
       u64 at = (u64)token * HIDDEN + channel;
-      u32 low, high;
       if constexpr (Table::ACT_BYTES == 4) {
         low = load_constant((const u32*)embedding + at), high = load_constant((const u32*)embedding + at + 1);
       } else {
         u32 both = load_constant((const u32*)embedding + at / 2);
         low = both << 16, high = both & 0xffff0000u;
       }
-      store_pair(x + row * HIDDEN + channel, {low, tag});
-      store_pair(x + row * HIDDEN + channel + 1, {high, tag});
     }
+    sink(row, channel, {bits<f32>(low), bits<f32>(high)}, channel < HIDDEN);
     s.end();
   }
   s.finish(tasks);

@@ -1,7 +1,8 @@
 // The indexer's scores of one row's cached positions, a page a task:
 //   score[j] = sum over heads h of weight[h] * relu(query[h] . key[j] * DIM^-0.5)
 // Only for rows whose context is longer than the selection: the others attend to everything.
-//   in   query [row][HEADS][DIM] and weights [row][HEADS] as tagged pairs; keys from the cache, the newest after their flags
+//   in   query [row][HEADS][DIM] as tagged words and weights [row][HEADS] as tagged f32; keys from the cache, the newest after
+//        their flags
 //   out  scores [row][position] f32, written through; flag [row][page]
 // Keys are the A operand, read from the cache as they lie, heads the free axis. Heads are added in order, so that the score
 // of a position is the same wherever it is computed.
@@ -14,7 +15,7 @@ template <class F, int HEADS, int DIM> struct IndexScores {
   static constexpr int PER_16 = 16 / F::ACT_BYTES, STRIDE16 = DIM / PER_16 + 1, STEPS = DIM / F::COLUMNS;
   static constexpr int DOTS = HEADS * STRIDE16 * 4;  // words: [key][head] products; behind them the head weights
   static constexpr int WEIGHTS = DOTS + PAGE * HEADS;
-  static_assert(WEIGHTS + HEADS <= LDS_WORDS, "");
+  static_assert(WEIGHTS + HEADS <= USED_WORDS, "");
 
   PairRows query, weights;  // rows of the step
   const void* cache;        // [pages][PAGE][DIM]
@@ -61,17 +62,23 @@ template <class F, int HEADS, int DIM> struct IndexScores {
 
  private:
   DEVICE bool gather(Step& s, int row, bool newest, u32 tag) const {
-    constexpr int WORDS = HEADS * DIM / 2, BATCH = WORDS / THREADS < 8 ? WORDS / THREADS : 8;
-    static_assert(WORDS % (THREADS * BATCH) == 0, "");
+    constexpr int PER_HEAD = DIM * F::ACT_BYTES / 8, TOTAL = HEADS * PER_HEAD, BATCH = 4;
     bool ok = true;
     int me = thread_id();
-    for (int from = 0; from < WORDS; from += THREADS * BATCH) {
-      auto k = [&](int i) { return 2 * (from + i / 2 * THREADS + me) + i % 2; };
-      Pair got[2 * BATCH];
-      ok = ok && query.take(s, row, k, got);
-      UNROLL for (int b = 0; b < BATCH; ++b)
-          put_activations<F>(k(2 * b) / DIM * STRIDE16 * 4 + k(2 * b) % DIM * F::ACT_BYTES / 4,
-                             {value_of(got[2 * b]), value_of(got[2 * b + 1])});
+    block_barrier();  // everybody is done with what was in LDS
+    for (int from = 0; from < TOTAL; from += THREADS * BATCH) {
+      const Pair* at[BATCH];
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int i = from + b * THREADS + me;
+        at[b] = i < TOTAL ? query.at(row, i * 2) : nullptr;
+      }
+      Pair got[BATCH][2];
+      ok = ok && s.collect_twos(query.tag, at, got);
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        int i = from + b * THREADS + me, word = i / PER_HEAD * STRIDE16 * 4 + i % PER_HEAD * 2;
+        if (i >= TOTAL) continue;
+        lds[word] = got[b][0].payload, lds[word + 1] = got[b][1].payload;
+      }
     }
     if (me < HEADS) {
       Pair w[1];
@@ -82,20 +89,21 @@ template <class F, int HEADS, int DIM> struct IndexScores {
     return s.all_ok(ok);
   }
   DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {
-    u64 slot = pages.slot(at.row, at.part * PAGE + group * 16);
-    u32 first = written.first_of(at.row);
+    u32 begin = at.part * PAGE + group * 16, first = written.first_of(at.row);
+    if (begin > position) return;
+    u64 slot = pages.slot(at.row, begin);
     Frag keys[STEPS];
     UNROLL for (int step = 0; step < STEPS; ++step) UNROLL for (int p = 0; p < PIECES; ++p) {
-      u64 byte = ((slot + frag_row(p)) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
-      u32 key = at.part * PAGE + group * 16 + frag_row(p);
-      bool newest = key >= first && key <= position;
-      Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), newest ? tag : ANY_EPOCH);
+      // What lies behind the row's position is another row's, and nobody has waited for it: the last key stands for it.
+      u32 key = begin + frag_row(p) < position ? begin + frag_row(p) : position;
+      u64 byte = ((slot + key - begin) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
+      Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), key >= first ? tag : ANY_EPOCH);
       UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
     }
     for (int heads = 0; heads < HEADS; heads += 16) {
       Acc acc = {};
       Columns x([&](int head) { return (heads + head) * STRIDE16; });
-      UNROLL for (int step = 0; step < STEPS; ++step) F::multiply({keys[step]}, {}, x, step * F::COLUMNS, acc);
+      UNROLL for (int step = 0; step < STEPS; ++step) F::multiply({keys[step]}, {}, x, step * F::COLUMNS / PER_16, acc);
       UNROLL for (int i = 0; i < ACCS; ++i)
           set_lds_value(DOTS + (group * 16 + acc_row(i)) * HEADS + heads + acc_col(i), acc.v[i]);
     }

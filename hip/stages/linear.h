@@ -1,68 +1,138 @@
 // Linear maps: tasks of 16 output rows, K split over the block's waves, their shares summed in LDS.
 //
-//   in   `input`: the rows of the step, from tagged pairs; `rows_of(task, m)`: where the task's weights are; `exists(task)`:
-//        false for a task, and all above it, that turns out not to be there; `aim(input, task)`: where tasks differ in input
-//   out  `sink(task, row, n, v)`: v[m][0 and 1] are outputs n and n + 1 of the tile, n even, for matrix m (MATRICES = 2: gate
-//        and up, which one task computes side by side)
-//   waits for  whoever writes the pairs of the input; the first weights are on their way before that
-//   publishes  what the sink does
-// Safe: LDS is read by all waves between the barrier that ends fill() and the one after leave_part(), and written outside.
+// Stages whose matrices have one format are run by one piece of code, whatever their dimensions: a kernel passes through all
+// its code once a layer, and no instruction cache holds it several times. `stages` knows which of them it stands for, and
+// answers
+//   tasks()  k()  matrices()     matrices 2: gate and up, which a task computes together
+//   most()  light()              of a run (below); whether its tasks are short
+//   source(task)                 what is read; all tasks read the same unless separate(), and then all of a run
+//   known()  sure()  decide(ok)  where it is decided late which tasks there are: how many are known before, how many there will
+//                                be in any case; waits for the decision, where `ok` is this thread's answer to waits before
+//   exists(task)                 false for a task, and all above it, that turns out not to be there
+//   rows_of(task, m)             where the task's weights are
+//   ahead(task, to, kept)        when a task begins: what the outputs need besides may be asked for
+//   put(task, to, v, kept)       v[m][0 and 1] are outputs to.n and to.n + 1 of the tile for matrix m
+//
+// Tasks are dealt out in runs of neighbours, of which a block computes all tiles before it sums them up: one wait, one pass
+// over the activations and one barrier for all of them (GLM-5.2 on an H200, three tasks a block one after the other: 3 us each).
+//
+// waits for  whoever writes the words of the input; the first weights are on their way before that
+// publishes  what put() does
+// Safe: a wave reads only activations that it brought itself. Shares are written after the barrier that ends the run before,
+// and read after the one that ends the products.
 #pragma once
 #include "stages/input.h"
 
-// A task's end, after every wave has left its part: sums over the waves to the sink. Begins and ends with a barrier.
-template <int MATRICES, class Sink> DEVICE void finish_tile(Step& s, int task, Sink sink) {
-  block_barrier();
-  for (int i = thread_id(); i < 8 * (int)s.rows; i += THREADS) {
-    int row = i / 8, n = i % 8 * 2;
-    f32 v[MATRICES][2];
-    UNROLL for (int m = 0; m < MATRICES; ++m) v[m][0] = sum_parts(m, row, n), v[m][1] = sum_parts(m, row, n + 1);
-    sink(task, row, n, v);
+// Which outputs a thread sums: two neighbours of one row, of one task of the run. All lanes of a wave that has any are here,
+// some with `there` false: their row is the first.
+struct Output {
+  int task, row, n;  // task: of the run
+  bool there;
+};
+DEVICE int waves_of_task(const Step& s) { return (8 * (int)s.rows + WIDTH - 1) / WIDTH; }
+DEVICE Output my_output(const Step& s, int tasks) {
+  int waves = waves_of_task(s), task = 0, first = wave_id();
+  while (first >= waves) first -= waves, ++task;
+  int i = first * WIDTH + lane_id();
+  bool there = i < 8 * (int)s.rows && task < tasks;
+  return {task, there ? i / 8 : 0, i % 8 * 2, there};
+}
+static_assert(MOST_TILES * ((8 * 8 + WIDTH - 1) / WIDTH) <= WAVES &&
+                  MOST_TILES / 2 * ((8 * ROWS + WIDTH - 1) / WIDTH) <= WAVES,
+              "every output of a run has a thread");
+// Over the eight threads that share a row's 16 outputs.
+DEVICE f32 sum_of_tile(f32 v) {
+  UNROLL for (int o = 1; o < 8; o *= 2) v += bits<f32>(wave_read(bits<u32>(v), lane_id() ^ o));
+  return v;
+}
+// What a thread may keep from a task's beginning to its end.
+struct Kept {
+  Pair old[2];
+  f32 weight[2];  // or an angle
+};
+
+// How many neighbouring tasks make a run: as many as every block gets anyhow. `light`: or more, if then the blocks suffice that
+// have had none of the stage before, or a task less than the others. They wait with their first weights at hand; a block that
+// has just ended a task needs 3 us to be as far (GLM-5.2 on an H200), and a few short tasks more take less.
+DEVICE int run_length(const Step& s, int tasks, int most, bool light) {
+  int n = n_blocks(), each = 1;
+  for (; each * n < tasks; ++each) {
   }
-  s.end();
-  block_barrier();  // before the parts, or LDS for the next input, are written again
+  if (light)
+    for (int length = 1; length <= most; length *= 2)
+      if (length * s.idle >= tasks) return length;
+  for (int length = most; length > 1; length = light ? length / 2 : length - 1) {  // light ones by powers of two
+    int multiple = length;
+    while (multiple < each) multiple += length;
+    if (multiple == each) return length;
+  }
+  return 1;
 }
 
-template <class F, int K, int MATRICES, class In, class Exists, class RowsOf, class Aim, class Sink>
-DEVICE bool linear_tasks(Step& s, u32 stage, u32 tag, int tasks, In& input, Exists exists, RowsOf rows_of, Aim aim,
-                         Sink sink) {
-  using Mine = Slice<F, K, F::AHEAD / MATRICES>;
-  Mine slice[MATRICES];
-  // Each turn asks for a task's first weights, finishes the task before while they are on their way, and then multiplies. Every
-  // part of it stands here once: kernels of this size wait for their own code.
-  for (int task = s.first_task(), before = -1;; task += n_blocks()) {
-    bool more = task < tasks && exists(task);
-    if (more) {
-      s.begin(stage, task, tag);
-      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].open(rows_of(task, m));
-    }
-    if (before >= 0) finish_tile<MATRICES>(s, before, sink);
-    if (!more) break;
-    aim(input, task);
-    Acc acc[MATRICES] = {};
-    for (int begin = 0; begin < In::PADDED; begin += input.chunk) {
-      if (begin) block_barrier();  // everybody is done with the chunk before
-      if (!input.fill(begin)) return false;
-      int end = begin + input.chunk < In::PADDED ? begin + input.chunk : In::PADDED;
-      Columns x = input.columns();
-      UNROLL for (int m = 0; m < MATRICES; ++m) slice[m].run(x, begin, end, acc[m]);
-    }
-    UNROLL for (int m = 0; m < MATRICES; ++m) leave_part(acc[m], m);
-    before = task;
+// A run's end, after every wave has left its shares: sums over the waves to put(). Begins and ends with a barrier.
+template <class Stages> DEVICE bool finish_run(Step& s, Stages& stages, int task, int tasks, bool ok, Kept& kept) {
+  if (!s.all_ok(ok)) return false;
+  Output to = my_output(s, tasks);
+  if (to.task < tasks) {
+    f32 v[2][2];
+    int matrices = stages.matrices();
+    UNROLL for (int j = 0; j < 2; ++j) v[0][j] = sum_shares(to.task * matrices, to.row, to.n + j, s.rows);
+    if (matrices == 2)
+      UNROLL for (int j = 0; j < 2; ++j) v[1][j] = sum_shares(to.task * 2 + 1, to.row, to.n + j, s.rows);
+    stages.put(task + to.task, to, v, kept);
   }
-  s.finish(tasks);
+  s.end(task);
+  block_barrier();  // before shares are written again
   return true;
 }
 
-// The chunk grain of an input for linear maps of this shape.
-template <class F, int K, int MATRICES = 1, class Source> DEVICE auto input_for(Step& s, const Source& source) {
-  return Input<F, K, Slice<F, K, F::AHEAD / MATRICES>::GRAIN, Source>(s, source);
-}
-
-// The usual case: one matrix, the same input for all tasks.
-template <class F, int K, class In, class RowsOf, class Sink>
-DEVICE bool linear(Step& s, u32 stage, u32 tag, int tasks, In& input, RowsOf rows_of, Sink sink) {
-  return linear_tasks<F, K, 1>(
-      s, stage, tag, tasks, input, [](int) { return true; }, [&](int task, int) { return rows_of(task); },
-      [](In&, int) {}, [&](int task, int row, int n, const f32(&v)[1][2]) { sink(task, row, n, v[0]); });
+template <class F, bool WEIGHTED, class Stages> DEVICE bool linear(Step& s, u32 stage, u32 tag, Stages stages) {
+  Input<F, WEIGHTED> input(s, stages.k());
+  Slice<F> slice(padded<F>(stages.k()) / F::UNIT, input.turns);
+  int most = most_tiles(s.rows) / stages.matrices(), tasks = stages.tasks();
+  int length = run_length(s, tasks, stages.most() < most ? stages.most() : most, stages.light());
+  Kept kept;
+  bool ok = true;
+  // Each turn asks for a run's first weights, finishes the run before while they are on their way, and then multiplies. Every
+  // part of it stands here once. A first turn, of a stage whose tasks are decided late, only takes the input meanwhile.
+  int task = s.first_task() * length, before = -1, of_before = 0;
+  bool undecided = task >= stages.known() && task < stages.sure();
+  for (bool decided = false;;) {
+    int count = 0;
+    if (undecided) {
+      s.begin(stage, task, tag);
+    } else {
+      bool known = task < stages.known();
+      if (!known && !decided && !stages.decide(ok)) return false;
+      decided |= !known;
+      int limit = known && stages.known() < tasks ? stages.known() : tasks;
+      while (count < length && task + count < limit && (known || stages.exists(task + count))) ++count;
+      if (count) {
+        s.begin(stage, task, tag);
+        int matrices = stages.matrices();
+        slice.open(count * matrices, [&](int tile) {
+          return stages.rows_of(task + (matrices == 2 ? tile / 2 : tile), matrices == 2 ? tile % 2 : 0);
+        });
+      }
+      if (before >= 0 && !finish_run(s, stages, before, of_before, ok, kept)) return false;
+      if (!count) break;
+      Output to = my_output(s, count);
+      if (to.task < count) stages.ahead(task + to.task, to, kept);
+      if (stages.separate()) input.have = -1;
+    }
+    for (int begin = 0; begin < input.all_turns; begin += input.turns) {
+      ok = input.fill(stages.source(task), begin) && ok;
+      if (undecided) break;
+      for (int tile = 0; tile < slice.tiles; ++tile) {
+        Acc acc = {};
+        if (begin) acc = left_share(tile, s.rows);
+        slice.run(input.columns(), begin, acc);
+        leave_share(acc, tile, s.rows);
+      }
+    }
+    if (!undecided) before = task, of_before = count, task += n_blocks() * length;
+    undecided = false;
+  }
+  s.finish((tasks + length - 1) / length);
+  return true;
 }

@@ -3,7 +3,7 @@
 // vocabulary: they offer each other the best of it, and all choose the same.
 #pragma once
 #include "handoff/reduce.h"
-#include "tile/tile.h"
+#include "stages/linear.h"
 
 #ifndef MANY_TOKENS
 #define MANY_TOKENS 0  // 1: a launch may run several tokens
@@ -18,24 +18,24 @@ struct Best {
   }
 };
 
-// PER_ROW candidates a row, thread i has candidate i % PER_ROW of row i / PER_ROW; the best of each row to its first thread.
-template <int PER_ROW> DEVICE Best best_of_row(const Step& s, Best mine) {
-  int i = thread_id(), row = i / PER_ROW;
-  bool counts = row < (int)s.rows;
-  if (counts) set_lds_value(2 * i, mine.value), lds[2 * i + 1] = mine.token;
+// `count` candidates, of which thread at(i) has the i-th; the best of them, to the threads that are `first`.
+template <class At> DEVICE Best best_of(Best mine, bool first, int count, At at) {
+  int me = thread_id();
+  set_lds_value(2 * me, mine.value), lds[2 * me + 1] = mine.token;
   block_barrier();
-  if (counts && i % PER_ROW == 0)
-    for (int j = 1; j < PER_ROW; ++j) mine.offer(lds_value(2 * (i + j)), lds[2 * (i + j) + 1]);
+  if (first)
+    for (int i = 0; i < count; ++i) mine.offer(lds_value(2 * at(i)), lds[2 * at(i) + 1]);
   block_barrier();
   return mine;
 }
 
-//   in   a thread's best: thread i works on row i / 8
+//   in   a thread's best, of the outputs that it sums
 //   out  best [block][ROWS][2] tagged pairs: value, token
 DEVICE void publish_best(const Step& s, u32 tag, Best mine, Pair* best) {
-  mine = best_of_row<8>(s, mine);
-  int row = thread_id() / 8;
-  if (thread_id() % 8 || row >= (int)s.rows) return;
+  int of_task = waves_of_task(s) * WIDTH, row = thread_id() / 8;
+  bool first = thread_id() % 8 == 0 && row < (int)s.rows;
+  mine = best_of(mine, first, most_tiles(s.rows) * 8, [&](int i) { return i / 8 * of_task + row * 8 + i % 8; });
+  if (!first) return;
   Pair* to = best + ((u64)block_id() * ROWS + row) * 2;
   put(to, mine.value, tag);
   store_pair(to + 1, {mine.token, tag});
@@ -89,8 +89,8 @@ template <int VOCAB_OF_RANK> DEVICE bool choose_token(Step& s, u32 stage, u32 ta
       mine.offer(value_of(got[0]), got[1].payload);
     }
     if (!s.all_ok(ok)) return false;
-    mine = best_of_row<16>(s, mine);
     bool first_of_row = thread_id() % 16 == 0 && row < (int)s.rows;
+    mine = best_of(mine, first_of_row, 16, [&](int i) { return row * 16 + i; });
     if constexpr (RANKS > 1) {
       if (first_of_row) ok = best_of_ranks<VOCAB_OF_RANK>(s, tag, row, candidates, mine);
       if (!s.all_ok(ok)) return false;

@@ -97,7 +97,7 @@ template <class F, int HEADS, int D, int ROPE> struct SinkAttend {
           store_plain(stat + (first + group + head) * 2 + 1, sum, tag);
         });
         block_barrier();
-        Tile::weighted_sum([&](int head, int channel, f32 v) {
+        Tile::weighted_sum(heads, [&](int head, int channel, f32 v) {
           if (head < heads) store_plain(out + (first + group + head) * D + channel, v, tag);
         });
         block_barrier();

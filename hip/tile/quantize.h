@@ -35,30 +35,30 @@ DEVICE u32 fp8_bytes(const f32 (&v)[4]) {
 constexpr f32 LEAST_LARGEST = 1e-10f;  // a group of smaller numbers is scaled as if it had this: 448 / it stays finite
 
 // Groups of 128 with an f32 scale, largest magnitude / 448: eight neighbouring lanes a group. `group(i)`: the 16-byte unit
-// where group i begins. Uniform over the block, which has had a barrier since LDS was written; ends without one.
+// where group i begins. Done by the wave whose activations they are, after its barrier; ends without one.
 template <class Group> DEVICE void quantize_fp8(int groups, Group group) {
-  int me = thread_id(), lane = lane_id();
-  for (int from = 0; from < groups; from += THREADS / 8) {
-    int i = from + me / 8, at = group(i < groups ? i : groups - 1);
-    f32 v[16], most = load_group(at + me % 8 * 2, v);
+  int lane = thread_id() % WIDTH;
+  for (int from = 0; from < groups; from += WIDTH / 8) {
+    int i = from + lane / 8, at = group(i < groups ? i : groups - 1);
+    f32 v[16], most = load_group(at + lane % 8 * 2, v);
     UNROLL for (int o = 1; o < 8; o *= 2) most = larger(most, bits<f32>(wave_read(bits<u32>(most), lane ^ o)));
-    block_barrier();  // the group has been read: its eight lanes write where others of them have read
+    wave_barrier();  // the group has been read: its eight lanes write where others of them have read
     if (i >= groups) continue;
     most = larger(most, LEAST_LARGEST);
     f32 scale = most / 448.f, inverse = 448.f / most;
     UNROLL for (int w = 0; w < 4; ++w) {
       f32 four[4];
       UNROLL for (int j = 0; j < 4; ++j) four[j] = v[4 * w + j] * inverse;
-      lds[(at + me % 8) * 4 + w] = fp8_bytes(four);
+      lds[(at + lane % 8) * 4 + w] = fp8_bytes(four);
     }
-    if (me % 8 == 0) set_lds_value((at + FP8_GROUP_SCALE16) * 4, FP8_FNUZ ? 2 * scale : scale);
+    if (lane % 8 == 0) set_lds_value((at + FP8_GROUP_SCALE16) * 4, FP8_FNUZ ? 2 * scale : scale);
   }
 }
 
 // Groups of 32 with an E8M0 scale, the power of two next to largest magnitude / 448 from above: one thread a group. With a
 // scaled matrix instruction bytes and scale; else the bf16 numbers that they stand for, which are exact.
 template <class Group> DEVICE void quantize_mx(int groups, Group group) {
-  for (int i = thread_id(); i < groups; i += THREADS) {
+  for (int i = lane_id(); i < groups; i += WIDTH) {
     int at = group(i);
     f32 v[32];
     u32 ratio = bits<u32>(load_group(at, v) / 448.f);
@@ -82,15 +82,16 @@ template <class Group> DEVICE void quantize_mx(int groups, Group group) {
   }
 }
 
-// Activations of format F, `count` of them a row, multiples of its groups; `row(i)`: the 16-byte unit where run i begins.
-template <class F, class Run> DEVICE void quantize(int runs, int count, Run run) {
+// `units` units of activations of format F; `unit(i)`: the 16-byte unit where unit i begins. Begins after and ends with a
+// barrier of the wave.
+template <class F, class UnitAt> DEVICE void quantize(int units, UnitAt unit) {
   if constexpr (F::GROUP != 0) {
-    int per_run = count / F::GROUP;
-    auto group = [&](int i) { return run(i / per_run) + i % per_run * (F::GROUP / 8); };
+    constexpr int PER_UNIT = F::UNIT / F::GROUP;
+    auto group = [&](int i) { return unit(i / PER_UNIT) + i % PER_UNIT * (F::GROUP / 8); };
     if constexpr (F::GROUP == 128)
-      quantize_fp8(runs * per_run, group);
+      quantize_fp8(units * PER_UNIT, group);
     else
-      quantize_mx(runs * per_run, group);
-    block_barrier();
+      quantize_mx(units * PER_UNIT, group);
+    wave_barrier();
   }
 }

@@ -15,6 +15,14 @@ template <class F> struct TileRow {
   const u8* tiles;
   const void* scales;
 
+  // What another lane has.
+  DEVICE TileRow of_lane(int lane) const {
+    auto read = [lane](const void* p) {
+      u64 v = (u64)p;
+      return (const u8*)((u64)wave_read((u32)(v >> 32), lane) << 32 | wave_read((u32)v, lane));
+    };
+    return {read(tiles), SAME<typename F::Scale, NoScale> ? nullptr : read(scales)};
+  }
   // The same rows from column k on, a multiple of COLUMNS, without scales.
   DEVICE TileRow from_k(int k) const { return {tiles + (u64)k / F::COLUMNS * TILE_BYTES, scales}; }
 
@@ -62,48 +70,128 @@ template <class F> struct Unit {
     UNROLL for (int t = 0; t < F::TILES; ++t) frag[t] = from.load(unit * F::TILES + t);
     scale = from.scale(unit);
   }
-  DEVICE void multiply(const Columns& x, int k, Acc& acc) const { F::multiply(frag, scale, x, k, acc); }
+  DEVICE void multiply(const Columns& x, int at, Acc& acc) const { F::multiply(frag, scale, x, at, acc); }
 };
 
-// One wave's share of 16 output rows: units wave_id(), wave_id() + WAVES, ... of K, in this order whatever the number of
-// rows or blocks. Up to AHEAD of them are in flight; the ring is indexed by constants only, or it would live in scratch.
-template <class F, int K, int AT_MOST = F::AHEAD> struct Slice {
-  static constexpr int UNITS = padded<F>(K) / F::UNIT, TURNS = (UNITS + WAVES - 1) / WAVES;
-  static constexpr int AHEAD = TURNS < AT_MOST ? TURNS : AT_MOST < 1 ? 1 : AT_MOST;
-  static constexpr bool EVEN = UNITS % WAVES == 0;       // every wave has a unit in every turn
-  static constexpr int GRAIN = F::UNIT * WAVES * AHEAD;  // activations may come in chunks that are multiples of this
-  TileRow<F> row;
-  Unit<F> ring[AHEAD];
+// Units on their way: SLOTS are asked for ahead of use, then one after each use. load() is called for every slot, in order,
+// even if there is nothing more to ask for.
+#if defined(STREAM_BY_LDS)
+// In LDS, a wave's own part, written by asynchronous copies. `slot` counts for registers only. Where a lane reads and writes
+// is worked out once: in the loop it took longer than the product.
+template <class F, int> struct Ring {
+  static constexpr int SLOTS = RING_TILES / F::TILES, UNROLLED = 1, SLOT_WORDS = RING_WORDS / SLOTS;
+  static constexpr int TILE_WORDS = TILE_BYTES / 4, SCALES = F::TILES * TILE_WORDS;
+  static constexpr bool BYTES = !SAME<typename F::Scale, NoScale> && !SAME<typename F::Scale, f32>;
 
-  DEVICE void load(int slot, int turn) {
-    int unit = turn * WAVES + wave_id();
-    if (EVEN ? turn < TURNS : unit < UNITS) ring[slot].load(row, unit);
+  // Chunk c of row r lies in place of row r ^ 2c: so eight lanes that read together meet all banks.
+  DEVICE static u32 place(u32 slot16) { return (slot16 ^ slot16 / 16 % 4 * 2) * 4; }
+
+  const u32 begin = ACT_WORDS + wave_id() * RING_WORDS, end = begin + SLOTS * SLOT_WORDS, lane = lane_id();
+  const u32 to = place(lane);  // of the wave's first 16-byte units; the next WIDTH of them are two chunks on
+  u32 loaded = begin, taken = begin, from[PIECES], scale_from[PIECES];
+
+  DEVICE Ring() {
+    UNROLL for (int p = 0; p < PIECES; ++p) from[p] = place(TileRow<F>::slot(p)), scale_from[p] = TileRow<F>::slot(p);
   }
-  DEVICE void open(const TileRow<F>& from) {  // issues the first loads; nothing waits for them here
-    row = from;
-    UNROLL for (int i = 0; i < AHEAD; ++i) load(i, i);
-  }
-  // Adds the products of k in [begin, end), whose activations are in LDS from each column's begin on.
-  DEVICE void run(const Columns& x, int begin, int end, Acc& acc) {
-    int first = begin / (F::UNIT * WAVES), last = (end + F::UNIT * WAVES - 1) / (F::UNIT * WAVES);
-    for (int turn = first; turn < last; turn += AHEAD) UNROLL for (int i = 0; i < AHEAD; ++i) {
-        int unit = (turn + i) * WAVES + wave_id();
-        if (turn + i < last && (EVEN || unit < UNITS)) {
-          ring[i].multiply(x, unit * F::UNIT - begin, acc);
-          load(i, turn + i + AHEAD);
-        }
+  DEVICE void load(int, const TileRow<F>& row, int unit, bool there) {
+    if (there) {
+      const u8* source = row.tiles + (u64)(unit * F::TILES) * TILE_BYTES + lane * 16;
+      constexpr u32 CHUNKS = WIDTH / 16, SWAP = CHUNKS % 4 * 2 * 4;
+      UNROLL for (u32 i = 0; i < F::TILES * 64 / WIDTH; ++i)
+          copy_to_lds(lds, loaded + (to ^ i * SWAP % 32) + i * WIDTH * 4, source + i * WIDTH * 16);
+      if constexpr (SAME<typename F::Scale, f32>) {
+        if (lane == 0) copy_word_to_lds(lds, loaded + SCALES, (const f32*)row.scales + unit);
+      } else if constexpr (BYTES) {
+        if (lane < 4) copy_to_lds(lds, loaded + SCALES + lane * 4, (const u8*)row.scales + unit * 64 + lane * 16);
       }
+    }
+    end_of_copies();
+    loaded = loaded + SLOT_WORDS == end ? begin : loaded + SLOT_WORDS;
+  }
+  DEVICE Unit<F> take(int) {
+    wait_for_copies<SLOTS - 1>();
+    wave_barrier();
+    Unit<F> unit;
+    UNROLL for (int t = 0; t < F::TILES; ++t) UNROLL for (int p = 0; p < PIECES; ++p) {
+      Vec4 v = lds_load4(lds, taken + from[p] + t * TILE_WORDS);
+      UNROLL for (int i = 0; i < 4; ++i) unit.frag[t].w[p][i] = v.w[i];
+    }
+    if constexpr (SAME<typename F::Scale, f32>)
+      unit.scale = lds_value(taken + SCALES);
+    else if constexpr (BYTES)
+      UNROLL for (int p = 0; p < PIECES; ++p) unit.scale.e8m0[p] =
+          lds[taken + SCALES + scale_from[p] / 4] >> scale_from[p] % 4 * 8 & 255;
+    wave_barrier();
+    taken = taken + SLOT_WORDS == end ? begin : taken + SLOT_WORDS;
+    return unit;
   }
 };
+#define UNROLL_SLOTS _Pragma("unroll 1")
+#else
+// In registers. `slot` has to be a constant, or the ring would live in scratch: so loops over it are unrolled, UNROLLED times.
+template <class F, int MOST> struct Ring {
+  static constexpr int SLOTS = MOST, UNROLLED = MOST;
+  Unit<F> unit[SLOTS];
 
-// Each wave leaves its share of a tile in LDS; `half` 0 or 1.
-DEVICE void leave_part(const Acc& acc, int half) {
-  UNROLL for (int i = 0; i < ACCS; ++i)
-      set_lds_value(ACT_WORDS + ((half * WAVES + wave_id()) * 16 + acc_col(i)) * TILE_ROWS + acc_row(i), acc.v[i]);
-}
-// The sum over waves, in their order.
-DEVICE f32 sum_parts(int half, int row, int n) {
-  f32 sum = 0;
-  UNROLL for (int w = 0; w < WAVES; ++w) sum += lds_value(ACT_WORDS + ((half * WAVES + w) * 16 + row) * TILE_ROWS + n);
-  return sum;
-}
+  DEVICE void load(int slot, const TileRow<F>& row, int number, bool there) {
+    // Where nothing is left, the first once more: with a branch around the load clang loses count of those on their way, and
+    // waits for all of them before each unit (4 KB in flight in a compute unit instead of 16, by the assembly for gfx950).
+    unit[slot].load(row, there ? number : 0);
+  }
+  DEVICE const Unit<F>& take(int slot) const { return unit[slot]; }
+};
+#define UNROLL_SLOTS UNROLL
+#endif
+
+// One wave's share of a few tiles of 16 output rows with the same input of `units` units of k: units wave_id(), wave_id() +
+// WAVES, ..., in this order whatever the number of rows or blocks. A turn is a unit of every wave; activations come in chunks of
+// turns, and a chunk meets all tiles before the next one comes. rows_of(tile) is where a tile's weights are.
+template <class F> struct Slice {
+  using Units = Ring<F, F::AHEAD>;
+  static constexpr int STRIDE = Units::UNROLLED;  // turns whose loop is unrolled; chunks are multiples of it
+  static_assert(Units::SLOTS % STRIDE == 0, "");
+
+  const int wave = wave_id();
+  const int mine, padded, chunk;  // turns of this wave; as a multiple of STRIDE; of a chunk
+  Units ring;
+  TileRow<F> rows, row;          // lane i has tile i's; of the tile at hand
+  int tile, tiles, turn, begin;  // next to be asked for; where its chunk begins
+
+  DEVICE Slice(int units, int chunk)
+      : mine(units > wave_id() ? (units - wave_id() + WAVES - 1) / WAVES : 0),
+        padded((mine + STRIDE - 1) / STRIDE * STRIDE),
+        chunk((chunk + STRIDE - 1) / STRIDE * STRIDE) {}
+
+  DEVICE void load(int slot) {
+    int at = turn + slot % STRIDE;
+    ring.load(slot, row, at * WAVES + wave, at < mine && begin < padded);
+  }
+  DEVICE void go_on() {  // after STRIDE loads
+    turn += STRIDE;
+    if (turn < padded && turn < begin + chunk) return;
+    if (++tile == tiles) tile = 0, begin += chunk;
+    turn = begin;
+    row = rows.of_lane(tile);
+  }
+  // Issues the first loads; nothing waits for them here. Each lane looks up one tile: where a tile's weights are is read from
+  // memory, which would hold up whoever does it between two tiles.
+  template <class RowsOf> DEVICE void open(int of_tiles, RowsOf rows_of) {
+    tile = turn = begin = 0, tiles = of_tiles;
+    rows = rows_of(lane_id() < tiles ? lane_id() : 0);
+    row = rows.of_lane(0);
+    UNROLL_SLOTS for (int i = 0; i < Units::SLOTS; i += STRIDE) {
+      UNROLL for (int j = 0; j < STRIDE; ++j) load(i + j);
+      go_on();
+    }
+  }
+  // Adds the products of turns [from, from + chunk) of the next tile, whose activations lie behind each column's first.
+  DEVICE void run(const Columns& x, int from, Acc& acc) {
+    for (int at = 0; at < chunk && from + at < padded; at += STRIDE) {
+      UNROLL for (int i = 0; i < STRIDE; ++i) {
+        if (from + at + i < mine) ring.take(i).multiply(x, (at + i) * F::UNIT16, acc);
+        load(i);
+      }
+      go_on();
+    }
+  }
+};

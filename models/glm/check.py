@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Which stage may store to which regions (descriptor.h). `error` is anybody's.
+X = ["x", "x_normed", "x_squares"]
 WRITES = {
-    "embed": ["x"],
-    "down": ["down_q", "down_kv", "down_index"],
+    "embed": X,
+    "down": ["q_normed", "q_squares", "down_kv", "down_index"],
+    "index_weights": ["down_index"],
     "cache_entry": ["latent_cache", "index_cache", "cache_flags"],
     "query": ["query", "index_query"],
     "index_scores": ["index_scores", "score_flags"],
@@ -38,11 +40,11 @@ WRITES = {
     "attend": ["partial_out", "partial_stat", "partial_flags"],
     "merge": ["latent_out"],
     "value_up": ["attention_out"],
-    "output": ["x", "parts"],
-    "reduce": ["x"],
+    "output": [*X, "parts"],
+    "reduce": X,
     "router": ["router_scores"],
     "gate_up": ["middle"],
-    "down_sum": ["x", "parts"],
+    "down_sum": [*X, "parts"],
     "head": ["best", "logits"],
     "sample": ["tokens_out", "ring", "candidates"],
 }

@@ -88,22 +88,26 @@ struct DecodeArgs {
   const f32* final_norm;        // [H]
   Matrix head;                  // ISLAND [VOCAB][H]
   const LayerWeights* weights;  // [layers]
-  // Hand-off regions. Two slots where the shape begins with [2]; decode.hip says why that is enough.
+  // Hand-off regions. Two slots where the shape begins with [2]; decode.hip says why that is enough. "words": activations as
+  // matrices want them, two bf16 a pair; with f32 weights or activations one f32 a pair. Other pairs carry an f32.
   Pair* x;                // [2][ROWS][H] residual stream
-  Pair* down_q;           // [2][ROWS][Q_LORA]
+  Pair* x_normed;         // [2][ROWS][H] words: x times the weight of the norm that reads it
+  Pair* x_squares;        // [2][ROWS][H / 16] its sums of squares, without the weight
+  Pair* q_normed;         // [2][ROWS][Q_LORA] words, as x_normed
+  Pair* q_squares;        // [2][ROWS][Q_LORA / 16]
   Pair* down_kv;          // [2][ROWS][KV_LORA + ROPE]
   Pair* down_index;       // [2][ROWS][INDEX_DIM + INDEX_HEADS] index key, index head weights
-  Pair* query;            // [2][ROWS][HEADS][NOPE + ROPE]
-  Pair* index_query;      // [2][ROWS][INDEX_HEADS][INDEX_DIM]
-  Pair* latent_query;     // [2][ROWS][HEADS][KV_LORA]
+  Pair* query;            // [2][ROWS][HEADS][NOPE + ROPE] words
+  Pair* index_query;      // [2][ROWS][INDEX_HEADS][INDEX_DIM] words
+  Pair* latent_query;     // [2][ROWS][HEADS][KV_LORA] words
   f32* index_scores;      // [ROWS][max_pages * PAGE] bulk, written through
   u32* selection;         // [ROWS][INDEX_TOPK] bulk, written through: selected positions, ascending
   f32* partial_out;       // [ROWS][SPLITS][HEADS][KV_LORA] bulk, plain + release
   f32* partial_stat;      // [ROWS][SPLITS][HEADS][2] maximum and sum, as partial_out
-  Pair* latent_out;       // [2][ROWS][HEADS][KV_LORA]
-  Pair* attention_out;    // [2][ROWS][HEADS][V_DIM]
-  Pair* router_scores;    // [2][ROWS][slices][E + 1] products, then the slice's sum of squares
-  Pair* middle;           // [2][ROWS][MIDDLE] activations between gate/up and down
+  Pair* latent_out;       // [2][ROWS][HEADS][KV_LORA] words
+  Pair* attention_out;    // [2][ROWS][HEADS][V_DIM] words
+  Pair* router_scores;    // [2][ROWS][slices][E] products
+  Pair* middle;           // [2][ROWS][MIDDLE] words: activations between gate/up and down
   Pair* best;             // [n_blocks][ROWS][2] each block's best logit: value, token
   Pair* logit_flags;      // [n_blocks] flag: this block's logits are stored, plain + release; where there are choices
   f32* adjusted;          // [ROWS][VOCAB] logits of rows that have adjustments

@@ -15,9 +15,10 @@ from rocmega.packing.traffic import read_bytes
 PRODUCERS: dict[str, tuple[tuple[str, int], ...]] = {
     "embed": (),
     "down": (("down_sum", -1), ("reduce", -1), ("embed", -1)),
+    "index_weights": (("down_sum", -1), ("reduce", -1), ("embed", -1)),
     "cache_entry": (("down", 0),),
     "query": (("down", 0),),
-    "index_scores": (("query", 0), ("down", 0), ("cache_entry", 0)),
+    "index_scores": (("query", 0), ("index_weights", 0), ("cache_entry", 0)),
     "select": (("index_scores", 0),),
     "latent_query": (("query", 0),),
     "attend": (("latent_query", 0), ("query", 0), ("cache_entry", 0), ("select", 0)),
@@ -34,7 +35,8 @@ PRODUCERS: dict[str, tuple[tuple[str, int], ...]] = {
 # Stage -> fields of LayerWeights, or of the model's ends.
 FIELDS: dict[str, tuple[str, ...]] = {
     "embed": ("embedding",),
-    "down": ("attention_norm", "q_a", "kv_a", "index_k", "index_weights"),
+    "down": ("attention_norm", "q_a", "kv_a", "index_k"),
+    "index_weights": ("index_weights",),
     "cache_entry": ("kv_a_norm", "index_k_norm"),
     "query": ("q_a_norm", "q_b", "index_q"),
     "latent_query": ("key_up",),

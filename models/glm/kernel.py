@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 KERNEL = "glm_decode"
 FOLDER = Path(__file__).resolve().parent
 ROWS = 16  # rows of a step: the free axis of the matrix tile
+TILE_ROWS = 16  # outputs of a task
 THREADS = 256  # of a block, on every target
 LEAST_LATENT = 96  # of latent and shared key: no step of a narrower one has been tested
 SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
 
 # Words of the large LDS array. One block owns its compute unit, so it may have nearly all: 64 KB on gfx942, 160 KB on
 # gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
-LDS_WORDS = {"host": 15104, "gfx942": 15104, "gfx950": 38912, "sm_90": 49152}
+LDS_WORDS = {"host": 15168, "gfx942": 15168, "gfx950": 38912, "sm_90": 55296}
 
 # Kernel type of a packed format (hip/tile/format.h), by the activations it meets.
 _FORMATS = {
@@ -40,7 +41,7 @@ _FORMATS = {
 
 def router_slices(hidden: int) -> int:
     """In how many parts of k the router's products come, as in hip/stages/route.h."""
-    return 8 if hidden % 256 == 0 else 1
+    return hidden // 1024 if hidden % 1024 == 0 else 8 if hidden % 256 == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,18 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
 
 
 def _exact_faults(config: GlmConfig, formats: Formats, target: str) -> Iterable[str]:
-    """Where float32 activations need more LDS than there is, as hip/stages/attend.h and experts.h lay it out."""
-    words, waves = LDS_WORDS[target], 8 if target == "sm_90" else 4
+    """Where float32 activations need more LDS than there is, as lds.h, attend.h and experts.h lay it out."""
+    zeros, ring = 128, 8 * 272 if target == "sm_90" else 0  # of a wave
+    words, waves = LDS_WORDS[target] - zeros, 8 if target == "sm_90" else 4
     entry = config.latent_dim + 4  # of a query or cache entry, words
     attention = (16 + SPLIT) * entry + waves // 2 * 16 * SPLIT
     if attention > words:
         yield f"attention's queries and cache entries would take {attention} words of {words}"
-    parts = 2 * waves * 16 * 16  # each wave's share of two tiles
     depth = {"f32": 16, "bf16": 32}.get(formats.expert, 128)  # of a unit
-    unit = ROWS * ((config.num_experts_per_tok + 1) * depth + 4)  # of all rows and places
-    if unit > words - parts:
-        yield f"the experts' activations would take {unit} words of {words - parts}"
+    shares = ROWS * (config.num_experts_per_tok + 1) * min(2, -(-config.moe_intermediate_size // depth)) * TILE_ROWS
+    experts = shares + waves * (ring + ROWS * depth)  # a unit of all rows for each wave
+    if experts > words:
+        yield f"the experts' shares and activations would take {experts} words of {words}"
 
 
 def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "auto") -> str:

@@ -42,24 +42,33 @@ MAX_TOKENS = 256  # of each row in a launch
 ERROR_WORDS = 8  # of each block, after those of the launch: claimed, rank, stage, task, its tag, wanted, seen
 
 
-def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int) -> dict[str, int]:
-    """Sizes of everything a launch writes, by field of DecodeArgs; shapes as in descriptor.h."""
+def region_bytes(config: GlmConfig, tp: int, max_pages: int, blocks: int, *, exact: bool) -> dict[str, int]:
+    """Sizes of everything a launch writes, by field of DecodeArgs; shapes as in descriptor.h.
+
+    exact: activations are float32, one a word; else bf16, two.
+    """
     shape, rows, pair, word = kernel.Shape.of(config, tp), kernel.ROWS, 8, 4
     splits = -(-config.index_topk // kernel.SPLIT)
-    middle = max(shape.dense_width, (config.num_experts_per_tok + 1) * shape.expert_width)
-    slotted = {
+    heads = shape.heads
+    activations = {
+        "x_normed": config.hidden_size,
+        "q_normed": config.q_lora_rank,
+        "query": heads * config.qk_head_dim,
+        "index_query": config.index_n_heads * config.index_head_dim,
+        "latent_query": heads * config.kv_lora_rank,
+        "latent_out": heads * config.kv_lora_rank,
+        "attention_out": heads * config.v_head_dim,
+        "middle": max(shape.dense_width, (config.num_experts_per_tok + 1) * shape.expert_width),
+    }
+    values = {
         "x": config.hidden_size,
-        "down_q": config.q_lora_rank,
+        "x_squares": config.hidden_size // kernel.TILE_ROWS,
+        "q_squares": config.q_lora_rank // kernel.TILE_ROWS,
         "down_kv": config.latent_dim,
         "down_index": config.index_head_dim + config.index_n_heads,
-        "query": shape.heads * config.qk_head_dim,
-        "index_query": config.index_n_heads * config.index_head_dim,
-        "latent_query": shape.heads * config.kv_lora_rank,
-        "latent_out": shape.heads * config.kv_lora_rank,
-        "attention_out": shape.heads * config.v_head_dim,
-        "router_scores": kernel.router_slices(config.hidden_size) * (config.n_routed_experts + 1),
-        "middle": middle,
+        "router_scores": kernel.router_slices(config.hidden_size) * config.n_routed_experts,
     }
+    slotted = values | {name: width if exact else width // 2 for name, width in activations.items()}
     return {
         **{name: 2 * rows * width * pair for name, width in slotted.items()},
         "index_scores": rows * max_pages * PAGE * word,
@@ -420,7 +429,8 @@ class MegaPath:
         if self._ring is not None:
             self._ring.clear()
         self._epoch = 0
-        sizes = region_bytes(self.config, self.weights.tp, self.max_pages, self.blocks)
+        exact = self.weights.formats.cache == "f32"
+        sizes = region_bytes(self.config, self.weights.tp, self.max_pages, self.blocks, exact=exact)
         if self.stamped:
             sizes |= {"timeline": self.blocks * CAPACITY * 16, "timeline_count": self.blocks * 4}
             self._args.timeline_capacity = CAPACITY

@@ -69,8 +69,11 @@ struct Chain {
     for (u32 version = 0; version < p->layers; ++version) {
       if (!shares(version)) return false;
       const Pair* own = load_constant(p->parts + s.rank);
-      if (!reduce_ranks<VALUES>(s, REDUCE, tag(version + 1), version + 1, own, x(version), x(version + 1)))
-        return false;
+      auto put_two = [&](int row, int channel, const f32(&v)[2], bool there) {
+        if (!there) return;
+        for (int j = 0; j < 2; ++j) put(x(version + 1) + row * VALUES + channel + j, v[j], tag(version + 1));
+      };
+      if (!reduce_ranks<VALUES>(s, REDUCE, tag(version + 1), version + 1, own, x(version), put_two)) return false;
     }
     return true;
   }

@@ -66,7 +66,7 @@ BUGS = {
     "one slot": (PLACE, "(0ull * RANKS + rank)", "stage (reduce|share)"),
     "a rank left out": ("i <= RANKS; ++i", "i <= RANKS - (rank == 1); ++i", "stage reduce"),
     "everybody pushes to one place": (PLACE, "((u64)(version & 1) * RANKS)", "stored tag"),
-    "a share is not waited for": (MISSING, MISSING.replace("got", "i && got", 1), "of parts for epoch"),
+    "a share is not waited for": (MISSING, MISSING.replace("got", "i < N && got", 1), "of parts for epoch"),
 }
 
 

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 
 from rocmega.models.common.products import Products
-from rocmega.models.glm.formulas import rope_angles
-from rocmega.models.glm.kernel import ROWS, router_slices
+from rocmega.models.glm.formulas import Normed, rope_angles
+from rocmega.models.glm.kernel import ROWS, TILE_ROWS, router_slices
 from rocmega.models.glm.stages import LayerStages
 from rocmega.models.glm.weights import Formats
 from tests.models.glm.kit import Bench, Outcome
@@ -90,11 +90,31 @@ class LayerView:
         assert not len(wrong), f"{name} of layer {self.number}: {len(wrong)} stale words, the first at {wrong[0]}"
         return words[..., 0].contiguous().view(torch.float32)
 
+    def _words(self, name: str, slot: int, tag: int, width: int, snapshot: int | None = None) -> torch.Tensor:
+        """The first `width` activations of each row: a word is an f32 or two bf16, as the model's activations are."""
+        if not self.recording.bench.standard.products.rounded:
+            return self._pairs(name, slot, tag, width, snapshot)
+        return self._pairs(name, slot, tag, width // 2, snapshot).view(torch.bfloat16).to(torch.float32)
+
     def _attention(self, name: str, width: int) -> torch.Tensor:
         return self._pairs(name, self.number, 2 * self.number + 1, width)
 
     def _mlp(self, name: str, width: int) -> torch.Tensor:
         return self._pairs(name, self.number, 2 * self.number + 2, width)
+
+    def _attention_words(self, name: str, width: int) -> torch.Tensor:
+        return self._words(name, self.number, 2 * self.number + 1, width)
+
+    def _normed(self, values: torch.Tensor, squares: torch.Tensor, eps: float) -> Normed:
+        return Normed(values, (squares.sum(-1, keepdim=True) / values.shape[-1] + eps).rsqrt())
+
+    def x_normed(self, half: int) -> Normed:
+        """What the norm before attention (0) or the MLP (1) makes of the residual stream, or the next layer's (2)."""
+        version, hidden = 2 * self.number + half, self.config.hidden_size
+        snapshot = self.number if half else self.number - 1
+        values = self._words("x_normed", version, version, hidden, snapshot)
+        squares = self._pairs("x_squares", version, version, hidden // TILE_ROWS, snapshot)
+        return self._normed(values, squares, self.config.rms_norm_eps)
 
     def _bulk(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.recording.snapshots[self.number][name].view(dtype).view(ROWS, -1)[: self.rows]
@@ -115,8 +135,10 @@ class LayerView:
         return self._pairs("x", 2 * self.number + 2, 2 * self.number + 2, self.config.hidden_size)
 
     @cached_property
-    def q_a(self) -> torch.Tensor:
-        return self._attention("down_q", self.config.q_lora_rank)
+    def q_normed(self) -> Normed:
+        rank = self.config.q_lora_rank
+        squares = self._attention("q_squares", rank // TILE_ROWS)
+        return self._normed(self._attention_words("q_normed", rank), squares, self.config.latent_norm_eps)
 
     @cached_property
     def kv_a(self) -> torch.Tensor:
@@ -136,12 +158,14 @@ class LayerView:
     def query(self) -> torch.Tensor:
         """[rows, heads, nope + rope]."""
         c = self.config
-        return self._attention("query", c.num_attention_heads * c.qk_head_dim).unflatten(1, (-1, c.qk_head_dim))
+        return self._attention_words("query", c.num_attention_heads * c.qk_head_dim).unflatten(1, (-1, c.qk_head_dim))
 
     @cached_property
     def index_query(self) -> torch.Tensor:
         c = self.config
-        return self._attention("index_query", c.index_n_heads * c.index_head_dim).unflatten(1, (-1, c.index_head_dim))
+        return self._attention_words("index_query", c.index_n_heads * c.index_head_dim).unflatten(
+            1, (-1, c.index_head_dim)
+        )
 
     @cached_property
     def latent_query(self) -> torch.Tensor:
@@ -156,19 +180,19 @@ class LayerView:
         return self._by_head("attention_out", self.config.v_head_dim)
 
     def _by_head(self, name: str, width: int) -> torch.Tensor:
-        return self._attention(name, self.config.num_attention_heads * width).unflatten(1, (-1, width))
+        return self._attention_words(name, self.config.num_attention_heads * width).unflatten(1, (-1, width))
 
     @cached_property
     def router_logits(self) -> torch.Tensor:
-        """The kernel keeps products and sums of squares, both in slices of k."""
+        """The kernel keeps products in slices of k, before the norm's division."""
         experts, slices = self.config.n_routed_experts, router_slices(self.config.hidden_size)
-        parts = self._mlp("router_scores", slices * (experts + 1)).unflatten(1, (slices, experts + 1)).sum(1)
-        products, squares = parts.split([experts, 1], dim=1)
-        return products * (squares / self.config.hidden_size + self.config.rms_norm_eps).rsqrt()
+        products = self._mlp("router_scores", slices * experts).unflatten(1, (slices, experts)).sum(1)
+        return products * self.x_normed(1).scale
 
     def middle(self, places: int, width: int) -> torch.Tensor:
         """[rows, places, width]: a place is a routed expert of the row's, best first, then the shared one."""
-        return self._mlp("middle", places * width).unflatten(1, (places, width))
+        words = self._words("middle", self.number, 2 * self.number + 2, places * width)
+        return words.unflatten(1, (places, width))
 
     @cached_property
     def index_scores(self) -> torch.Tensor:

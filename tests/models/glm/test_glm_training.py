@@ -51,7 +51,7 @@ def test_the_forward_is_the_standard_paths(model, tmp_path):
     with torch.no_grad():
         mine = model.forward(tokens[None], sparse=True).logits[0]
         everything = model.forward(tokens[None], sparse=False).logits[0]
-        theirs = path.head(path.forward(tokens[None], path._span(torch.arange(LENGTH)[None], table[None])))[0]
+        theirs = path.head(path.forward(tokens[None], path.span(torch.arange(LENGTH)[None], table[None])))[0]
     assert (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
     assert (everything[:24] - theirs[:24]).abs().max() < 1e-4 * theirs.abs().max()  # nothing to leave out yet
     assert (everything[24:] - theirs[24:]).abs().max() > 1e-2 * theirs.abs().max()

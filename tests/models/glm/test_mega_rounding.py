@@ -42,7 +42,7 @@ def rounded_values(view: LayerView, layer) -> Iterator[torch.Tensor]:
     c = view.config
     nope, rope = view.query.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
     yield layer.attention_norm(view.x_in).values
-    yield layer.query_norm(view.q_a).values
+    yield view.q_normed.values
     if view.scored:
         yield view.index_query
     yield from (nope, torch.cat([view.latent_query, rope], dim=-1), view.latent_out, view.attention_out.flatten(-2))
@@ -104,7 +104,7 @@ def test_with_the_same_roundings_the_paths_agree(recording, monkeypatch):
     print(
         f"{rounding.turned} of {rounding.values} turned; inputs {rounding.farthest:.1e}, logits {off.max():.1e} apart"
     )
-    assert rounding.farthest < SAME_ROUNDING_OF_STEP
+    assert rounding.farthest < 2**-8 + SAME_ROUNDING_OF_STEP  # the mega-task has rounded them to bf16 already
     assert rounding.turned < 1e-3 * rounding.values
     assert off.max() < SAME_ROUNDING_OF_STEP
 

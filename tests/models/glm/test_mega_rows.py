@@ -35,9 +35,9 @@ def test_rows_share_experts_and_have_none_in_common(bench):
     subject: Bench = bench("glm-5.2-tiny", "f32")
     subject.step()
     stages: LayerStages = subject.standard.layers[-1]
-    raw = subject.mega.region("router_scores", torch.int32).view(2, ROWS, -1, 2)[1, ..., 0].contiguous()
-    parts = raw.view(torch.float32).unflatten(1, (-1, subject.config.n_routed_experts + 1)).sum(1)
-    products, squares = parts.split([subject.config.n_routed_experts, 1], dim=1)
+    words = subject.mega.region("router_scores", torch.int32).view(2, ROWS, -1, 2)[1, ..., 0].contiguous()
+    products = words.view(torch.float32).unflatten(1, (-1, subject.config.n_routed_experts)).sum(1)
+    squares = subject.mega.region("x_squares", torch.float32).view(2, ROWS, -1, 2)[1, ..., 0].sum(1, keepdim=True)
     rms = (squares / subject.config.hidden_size + subject.config.rms_norm_eps).rsqrt()
     experts, _ = stages.route(products * rms)
     shared = [len({*mine} & {*theirs}) for at, mine in enumerate(experts.tolist()) for theirs in experts.tolist()[:at]]
