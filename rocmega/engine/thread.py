@@ -93,9 +93,12 @@ class EngineThread:
         self._fail(closed)
 
     def _run(self) -> None:
-        while self._wait_for_work():
+        going_on = True
+        while going_on:
             try:
-                self.engine.step()
+                going_on = self._wait_for_work()
+                if going_on:
+                    self.engine.step()
             except RocmegaError as error:
                 self._fail(error)
             except Exception as error:  # a bug, or a device that is gone: callers must hear of it, not wait for ever
@@ -104,21 +107,30 @@ class EngineThread:
                 self._fail(failed)
 
     def _wait_for_work(self) -> bool:
-        """Empties the inbox, and waits if then there is nothing to do. False: the end."""
-        with self._work:
-            while not self._closing:
+        """Empties the inbox, and waits if then there is nothing to do. False: the end.
+
+        What came is taken out first and handed on afterwards: a launch that has to end for it takes a token's time.
+        """
+        while True:
+            with self._work:
+                while not (self._closing or self._coming or self._leaving or self._busy):
+                    self._work.wait()
+                if self._closing:
+                    return False
                 coming, leaving = self._coming, self._leaving
                 self._coming, self._leaving = [], []
-                for request in coming:
-                    try:
-                        self.engine.add(request)
-                    except RocmegaError as error:
-                        self._refuse(request, error)
-                self.engine.abort(leaving)
-                if self.engine.running or self.engine.waiting:
-                    return True
-                self._work.wait()
-            return False
+            for request in coming:
+                try:
+                    self.engine.add(request)
+                except RocmegaError as error:
+                    self._refuse(request, error)
+            self.engine.abort(leaving)
+            if self._busy:
+                return True
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self.engine.running or self.engine.waiting)
 
     def _fail(self, error: RocmegaError) -> None:
         for request in self.engine.fail(error):

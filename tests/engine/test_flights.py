@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from rocmega.cache import PAGE
@@ -134,3 +136,28 @@ def test_numbers_of_tokens():
     for tokens in (0, 257, "some"):
         with pytest.raises(RequestError, match=f"tokens_per_launch={tokens}"):
             Engine(FakeRunner(), tokens_per_launch=tokens)
+
+
+def test_a_launch_that_fails_while_somebody_leaves_is_an_error_for_all(engine):
+    """In the thread: whoever leaves ends the launch, and what goes wrong in that reaches those who stay."""
+    from rocmega.engine.thread import EngineThread
+
+    thread = EngineThread(engine)
+    one, other = request(tokens=4 * PAGE - 10), request(7, tokens=4 * PAGE - 10)
+    told = threading.Event()
+
+    def changed(request):
+        if request is one and len(one.token_ids) == 2:  # in the middle of a launch, before its next token
+            engine.runner.flying.next = lambda: (_ for _ in ()).throw(StepError(0, 1, "down", 2, 3, 4))
+            thread.abort(other)
+        if request.error is not None:
+            told.set()
+
+    one.changed = other.changed = changed
+    thread.submit(one)
+    thread.submit(other)
+    assert told.wait(30)
+    thread.close()
+    assert isinstance(one.error, StepError)
+    assert engine.running == 0
+    check_pages(engine)
