@@ -169,20 +169,6 @@ class MegaPath:
         self.enqueue()
         return self.result()
 
-    def decode_many(
-        self,
-        batch: StepBatch,
-        tokens: int,
-        stops: Sequence[Collection[int]],
-        choices: Sequence[Choice | None] | None = None,
-    ) -> torch.Tensor:
-        """Runs up to `tokens` steps in one launch and waits for them: `launch_many`, whose arguments it has.
-
-        Returns int32 [steps, rows] on the CPU. Raises as `launch_many` does, and StepError if the kernel gave up.
-        """
-        launch = self.launch_many(batch, tokens, stops, choices)
-        return torch.tensor(list(launch), dtype=torch.int32)
-
     def launch_many(
         self,
         batch: StepBatch,

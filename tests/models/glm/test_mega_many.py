@@ -48,8 +48,8 @@ def one_by_one(subject: Bench, drawn: bool) -> tuple[list[list[int]], list[torch
 
 def at_once(subject: Bench, drawn: bool, stops=NONE, tokens=TOKENS) -> tuple[list[list[int]], list[torch.Tensor]]:
     subject.reset()
-    chosen = subject.mega.decode_many(batch(subject, [7, 8, 9]), tokens, stops, choices(0) if drawn else None)
-    return chosen.tolist(), [pool.clone() for pool in subject.pools]
+    chosen = list(subject.mega.launch_many(batch(subject, [7, 8, 9]), tokens, stops, choices(0) if drawn else None))
+    return chosen, [pool.clone() for pool in subject.pools]
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -72,7 +72,7 @@ def test_the_launch_ends_where_a_row_stops(subject):
 def test_steps_of_one_go_on_after_it(subject):
     tokens, _ = one_by_one(subject, drawn=False)
     subject.reset()
-    done = subject.mega.decode_many(batch(subject, [7, 8, 9]), TOKENS - 1, NONE).tolist()
+    done = list(subject.mega.launch_many(batch(subject, [7, 8, 9]), TOKENS - 1, NONE))
     after = subject.mega.decode(batch(subject, done[-1], TOKENS - 1), logits=False).tokens.tolist()
     assert [*done, after] == tokens
 
@@ -90,8 +90,8 @@ def test_nothing_is_found_by_the_checks(blocks, bench):
 
 def test_what_one_launch_cannot_do(subject):
     with pytest.raises(RequestError, match="257 tokens in a launch"):
-        subject.mega.decode_many(batch(subject, [7, 8, 9]), 257, NONE)
+        subject.mega.launch_many(batch(subject, [7, 8, 9]), 257, NONE)
     with pytest.raises(RequestError, match="at most 16 tokens at which it stops"):
-        subject.mega.decode_many(batch(subject, [7, 8, 9]), 2, [range(17), (), ()])
+        subject.mega.launch_many(batch(subject, [7, 8, 9]), 2, [range(17), (), ()])
     with pytest.raises(RequestError, match="past the configured context"):
-        subject.mega.decode_many(batch(subject, [7, 8, 9]), 50, NONE)
+        subject.mega.launch_many(batch(subject, [7, 8, 9]), 50, NONE)
