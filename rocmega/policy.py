@@ -14,11 +14,16 @@ from typing import Literal
 StepPath = Literal["mega", "fused", "standard"]
 PATHS: tuple[StepPath, ...] = ("mega", "fused", "standard")  # the last runs everything
 
-MEGA_FAMILIES = frozenset({"glm_moe_dsa"})
+MEGA_FAMILIES = frozenset({"glm_moe_dsa", "deepseek_v4", "deepseek_v41"})
+# A token changes the state of a request for good: no guesses, and one token of a request in a step.
+STATEFUL_FAMILIES = frozenset({"deepseek_v4", "deepseek_v41"})
 # Of the big matrices, and after a + of the experts where theirs is another. FNUZ is what packs for gfx942 hold.
 MEGA_FORMATS = frozenset(
     {"f32", "bf16", "fp8", "fp8_fnuz"} | {f"{linear}+mxfp4" for linear in ("bf16", "fp8", "fp8_fnuz")}
 )
+# Scales of 32x32 blocks, which the mega-task of these families reads: theirs are powers of two.
+FINE_FAMILIES = frozenset({"deepseek_v4", "deepseek_v41"})
+FINE_FORMATS = frozenset({"fp8_32", "fp8_32_fnuz", "fp8_32+mxfp4", "fp8_32_fnuz+mxfp4"})
 MEGA_TARGETS = frozenset({"host", "gfx942", "gfx950", "sm_90"})
 MEGA_ROWS = 16  # the free axis of a matrix tile
 MEGA_FEATURES = frozenset({"greedy", "logits", "sampling", "drafts", "residual"})
@@ -101,6 +106,18 @@ def _family(shape: StepShape) -> str | None:
     return f"there is no mega-task for model family {shape.family!r}, only for {', '.join(sorted(MEGA_FAMILIES))}"
 
 
+def _mega_format(shape: StepShape) -> str | None:
+    fine = FINE_FORMATS if shape.family in FINE_FAMILIES else frozenset()
+    return _listed("weight format", shape.format, MEGA_FORMATS | fine)
+
+
+def _mega_features(shape: StepShape) -> str | None:
+    supported = MEGA_FEATURES
+    if shape.family in STATEFUL_FAMILIES:
+        supported -= {"drafts", "residual"} | ({"sampling"} if shape.ranks > 1 else set())
+    return _features(shape, supported)
+
+
 def _features(shape: StepShape, supported: frozenset[str]) -> str | None:
     unknown = sorted(shape.features - supported)
     return f"it does not do: {', '.join(unknown)}" if unknown else None
@@ -157,9 +174,9 @@ def _slower(shape: StepShape, path: StepPath, others: Iterable[StepPath]) -> str
 Rules = tuple[Callable[[StepShape], str | None], ...]
 MEGA_RULES: Rules = (
     _family,
-    lambda shape: _listed("weight format", shape.format, MEGA_FORMATS),
+    _mega_format,
     lambda shape: _listed("target", shape.target, MEGA_TARGETS),
-    lambda shape: _features(shape, MEGA_FEATURES),
+    _mega_features,
     _tokens,
     _rows,
     _context,

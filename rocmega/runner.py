@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rocmega.errors import ConfigError, DriverError, PeerError, RequestError, ToolchainError
 from rocmega.policy import (
-    MEGA_FAMILIES,
     MEGA_ROWS,
     NOT_LOADED,
     PATHS,
@@ -104,9 +103,8 @@ class Runner:
         self.directory = directory
         self.config: Any = registry.load_config(directory)
         self.family = str(registry.read_config(directory)["model_type"])
-        if (self.tp > 1 or pipeline is not None) and self.family not in MEGA_FAMILIES:
-            shared = ", ".join(sorted(MEGA_FAMILIES))
-            raise RequestError(f"Ranks cannot share a model of family {self.family!r} yet, only of {shared}.")
+        if pipeline is not None and not hasattr(self.config, "sections"):
+            raise RequestError(f"Nodes cannot share the layers of a model of family {self.family!r} yet.")
         self._section: range | None = None if pipeline is None else self.config.sections(pipeline.nodes)[pipeline.node]
         self.max_rows = max_rows
         self.max_model_len = self._context(max_model_len)

@@ -47,7 +47,7 @@ template <int N, class At> DEVICE bool collect_ranks(Step& s, u32 tag, At at, Pa
 }
 
 // x(version) = x(version - 1) + the shares of all ranks. A task is 2 * THREADS values of the flat [rows][WIDTH].
-//   in   parts: this rank's buffer; before: x(version - 1), [rows][WIDTH]
+//   in   parts: this rank's buffer; before: x(version - 1), [rows][WIDTH], or null: the sum alone
 //   out  sink(row, channel, v, there): v of `channel` and the next; eight threads in a row have 16 channels, and all threads are
 //        there
 template <int WIDTH_X, class Sink>
@@ -59,9 +59,10 @@ DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, const Pair* p
     bool there = i < values, ok = true;
     f32 sum[2] = {};
     if (there) {
-      Pair shares[RANKS * 2], old[2];
+      Pair shares[RANKS * 2], old[2] = {};
       ok = collect_ranks<2>(s, tag, [&](int rank) { return parts + parts_of(version, rank, WIDTH_X) + i; }, shares);
-      ok = ok && s.collect(tag - 1, [&](int j) { return before + i + j; }, old);  // there: the shares derive from it
+      if (before)  // there: the shares derive from it
+        ok = ok && s.collect(tag - 1, [&](int j) { return before + i + j; }, old);
       UNROLL for (int j = 0; j < 2; ++j) {
         sum[j] = value_of(shares[j]);
         UNROLL for (int rank = 1; rank < RANKS; ++rank) sum[j] += value_of(shares[2 * rank + j]);
@@ -71,6 +72,31 @@ DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, const Pair* p
     if (!s.all_ok(ok)) return false;
     s.input_is_there();
     sink(there ? i / WIDTH_X : 0, there ? i % WIDTH_X : 0, sum, there);
+    s.end();
+  }
+  s.finish(tasks);
+  return true;
+}
+
+// Values of which every rank has pushed some to all, handed on to this rank's blocks. A task is 2 * THREADS of them.
+//   in   from: this rank's buffer; peer(i): who pushes value i and the next;  out  to
+template <class Peer>
+DEVICE bool hand_on(Step& s, u32 stage, u32 tag, const Pair* from, Pair* to, int values, Peer peer) {
+  int tasks = (values + 2 * THREADS - 1) / (2 * THREADS);
+  for (int task = s.first_task(); task < tasks; task += n_blocks()) {
+    s.begin(stage, task, tag);
+    int i = 2 * (task * THREADS + thread_id());
+    bool ok = true;
+    for (u32 polls = 0; i < values && ok;) {
+      Pair got[2] = {load_pair_system(from + i, tag), load_pair_system(from + i + 1, tag)};
+      u32 seen = got[0].tag == tag ? got[1].tag : got[0].tag;
+      if (seen == tag) {
+        UNROLL for (int j = 0; j < 2; ++j) store_pair(to + i + j, got[j]);
+        break;
+      }
+      ok = s.go_on(polls, tag, seen, peer(i));
+    }
+    if (!s.all_ok(ok)) return false;
     s.end();
   }
   s.finish(tasks);

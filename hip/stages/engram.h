@@ -1,9 +1,10 @@
 // Engram: rows of large tables that a token's n-grams look up, and what they add to the residual streams.
 //
-//   look_up   a task is a row.  in tokens;  out [row][COLUMNS * DIM], the rows as tagged pairs
+//   look_up   a task is a row.  in tokens;  out [row][COLUMNS * DIM], the rows as tagged words, activations of F
 //   (a linear map of them: [row][(STREAMS + 1) * HIDDEN], a key for each stream, then the value)
 //   dots      a task is some channels of a row.  in streams, keys;  out per stream: stream^2, key^2 and their product
-//   add       a task is some channels of a row.  in those sums, streams, value;  out the streams with gate * value added
+//   add       a task is some channels of a row.  in those sums, streams, value;  out sink(row, channel, v, there): v[stream][2]
+//             with gate * value added; eight threads in a row have 16 channels, and all threads are there
 // Rows depend on tokens alone, so look_up and the linear map can run from the step's first moment on.
 #pragma once
 #include "stages/input.h"
@@ -43,8 +44,23 @@ template <int NGRAM, int HEADS> struct NgramHash {
 
 SHARED(u32, engram_rows, 2 * 64);  // of the task's columns: low and high word
 
-// Rows of a table: e4m3 codes [rows][DIM] and an E8M0 scale for each 32, or f32 [rows][DIM] where scales is null.
-template <int NGRAM, int HEADS, int DIM>
+// Four neighbours of a table's row: e4m3 codes [rows][DIM] with an E8M0 scale for each 32, or where scales is null what Table is
+// stored as.
+template <class Table, int DIM>
+DEVICE void load_four(const void* table, const u8* scales, u64 row, int k, f32 (&v)[4]) {
+  u64 at = row * DIM + k;
+  if (scales) {
+    u32 codes = load_constant((const u32*)table + at / 4);
+    f32 scale = e8m0(load_constant(scales + at / 32));
+    UNROLL for (int i = 0; i < 4; ++i) v[i] = fp8_ocp(codes >> 8 * i & 255) * scale;
+  } else if (Table::ACT_BYTES == 4) {
+    UNROLL for (int i = 0; i < 4; ++i) v[i] = load_constant((const f32*)table + at + i);
+  } else {
+    UNROLL for (int i = 0; i < 4; ++i) v[i] =
+        from_bf16(load_constant((const u32*)table + (at + i) / 2) >> i % 2 * 16 & 0xffff);
+  }
+}
+template <class F, class Table, int NGRAM, int HEADS, int DIM>
 DEVICE bool engram_look_up(Step& s, u32 stage, u32 tag, const NgramHash<NGRAM, HEADS>& hash, const void* table,
                            const u8* scales, bool remember, Pair* out) {
   constexpr int COLUMNS = NgramHash<NGRAM, HEADS>::COLUMNS;
@@ -59,13 +75,10 @@ DEVICE bool engram_look_up(Step& s, u32 stage, u32 tag, const NgramHash<NGRAM, H
     block_barrier();
     for (int group = thread_id(); group < COLUMNS * DIM / 4; group += THREADS) {  // four neighbours: a word of codes
       int column = group / (DIM / 4), k = group % (DIM / 4) * 4;
-      u64 at = (u64)engram_rows[2 * column + 1] << 32 | engram_rows[2 * column];
-      u32 codes = scales ? load_constant((const u32*)table + (at * DIM + k) / 4) : 0;
-      f32 scale = scales ? e8m0(load_constant(scales + at * (DIM / 32) + k / 32)) : 0;
-      UNROLL for (int i = 0; i < 4; ++i) {
-        f32 v = scales ? fp8_ocp(codes >> 8 * i & 255) * scale : load_constant((const f32*)table + at * DIM + k + i);
-        put(out + row * COLUMNS * DIM + column * DIM + k + i, v, tag);
-      }
+      f32 v[4];
+      load_four<Table, DIM>(table, scales, (u64)engram_rows[2 * column + 1] << 32 | engram_rows[2 * column], k, v);
+      Pair* to = out + row * (COLUMNS * DIM * F::ACT_BYTES / 4);
+      put_words<F>(to, column * DIM + k, {v[0], v[1]}, tag), put_words<F>(to, column * DIM + k + 2, {v[2], v[3]}, tag);
     }
     drain();  // of the token that was remembered: the next launch reads it
     s.end();
@@ -120,7 +133,7 @@ template <int STREAMS, int HIDDEN> struct EngramGate {
     return true;
   }
 
-  DEVICE bool add(Step& s, u32 stage, u32 tag, const PairRows& sums, Pair* out) const {
+  template <class Sink> DEVICE bool add(Step& s, u32 stage, u32 tag, const PairRows& sums, Sink sink) const {
     int tasks = s.rows * PIECES;
     for (int task = s.first_task(); task < tasks; task += n_blocks()) {
       s.begin(stage, task, tag);
@@ -139,12 +152,12 @@ template <int STREAMS, int HIDDEN> struct EngramGate {
       ok = mapped.take(s, row, [at](int i) { return STREAMS * HIDDEN + at + i; }, value) && ok;
       if (!s.all_ok(ok)) return false;
       s.input_is_there();
+      f32 v[STREAMS][2];
       UNROLL for (int stream = 0; stream < STREAMS; ++stream) {
         f32 weight = gate(stream);
-        if (mine)
-          UNROLL for (int j = 0; j < 2; ++j) put(out + row * STREAMS * HIDDEN + stream * HIDDEN + channel + j,
-                                                 value_of(h[2 * stream + j]) + weight * value_of(value[j]), tag);
+        UNROLL for (int j = 0; j < 2; ++j) v[stream][j] = value_of(h[2 * stream + j]) + weight * value_of(value[j]);
       }
+      sink(row, channel, v, mine);
       s.end();
       block_barrier();  // before the sums of the next task
     }

@@ -4,15 +4,16 @@
 // meets the activations of the rows that chose it, and zeros for the others. Experts are cut into SPANS of k, and every wave
 // takes its spans of the list, whose products it leaves in LDS row by row and place by place. A row's sum is over its places
 // in order, so its bits do not depend on what the other rows chose, nor on which wave was given what.
-//   in   middle [row][place][WIDTH_E], tagged words; place: of the expert in the row's choice, TOP_K: the shared expert
+//   in   middle [row][place][WIDTH_E], tagged words; place: of the expert in the row's choice, TOP_K: the shared expert, where
+//        it is one of the matrices (SHARED_ONE)
 //   out  ahead() and put(), as of linear maps
 // Safe: a wave reads only activations that it brought itself; shares are written and read between barriers of the block.
 #pragma once
 #include "stages/linear.h"
 #include "stages/route.h"
 
-template <class F, int WIDTH_E, int HIDDEN> struct ExpertsDown {
-  static constexpr int PLACES = TOP_K + 1, UNITS = padded<F>(WIDTH_E) / F::UNIT;
+template <class F, int WIDTH_E, int HIDDEN, bool SHARED_ONE = true> struct ExpertsDown {
+  static constexpr int PLACES = TOP_K + SHARED_ONE, UNITS = padded<F>(WIDTH_E) / F::UNIT;
   static constexpr int SPANS = UNITS < 2 ? UNITS : 2, SPAN = (UNITS + SPANS - 1) / SPANS;
   static constexpr int SHARES = ROWS * PLACES * SPANS * TILE_ROWS;  // of one tile of 16 rows, or of several of fewer
   static constexpr int MINE16 = (USED_WORDS - SHARES - WAVES * RING_WORDS) / WAVES / 4 < WAVE16
@@ -26,19 +27,19 @@ template <class F, int WIDTH_E, int HIDDEN> struct ExpertsDown {
   static_assert(!IN_HALVES<F> || LOADS == WIDTH, "");
 
   PairRows middle;
-  Matrix down;  // EXPERTS + 1 matrices [HIDDEN][WIDTH_E]
+  Matrix down;  // EXPERTS + SHARED_ONE matrices [HIDDEN][WIDTH_E]
 
   // The units of this wave, span after span of the list of active experts, the shared one last.
   struct Cursor {
     int span, unit, spans;  // span: of the list; unit: of the expert
     int tile = 0;           // of a run of several, of which each span meets all
 
-    DEVICE Cursor() : span(wave_id()), spans(((int)(u32)route_count[0] + 1) * SPANS) { enter(); }
+    DEVICE Cursor() : span(wave_id()), spans(((int)(u32)route_count[0] + SHARED_ONE) * SPANS) { enter(); }
     DEVICE void enter() { unit = span % SPANS * SPAN; }
     DEVICE bool valid() const { return span < spans; }
     DEVICE bool last() const { return unit + 1 == end(); }  // of its span
     DEVICE int end() const { return span % SPANS * SPAN + SPAN < UNITS ? span % SPANS * SPAN + SPAN : UNITS; }
-    DEVICE bool shared() const { return span / SPANS + 1 == spans / SPANS; }
+    DEVICE bool shared() const { return SHARED_ONE && span / SPANS + 1 == spans / SPANS; }
     DEVICE int expert() const { return shared() ? EXPERTS : (int)(u32)route_active[span / SPANS]; }
     DEVICE u32 chosen(const Step& s) const { return shared() ? (1u << s.rows) - 1 : rows_of_expert(expert()); }
     DEVICE void next(int tiles) {
@@ -94,11 +95,13 @@ template <class F, int WIDTH_E, int HIDDEN> struct ExpertsDown {
   struct Chunk {
     int begin = -1, count = 0;
   };
-  DEVICE static int place_of(int expert, int row) { return expert == EXPERTS ? TOP_K : place_in_row(expert, row); }
+  DEVICE static int place_of(int expert, int row) {
+    return SHARED_ONE && expert == EXPERTS ? TOP_K : place_in_row(expert, row);
+  }
   // Runs of several tiles have room for the shares of all, and for all activations of a wave at once. It depends on the number
   // of rows alone: all blocks have to agree, also those that have no route.
   DEVICE static int most_of_run(const Step& s) {
-    int rows = s.rows, experts = (rows * TOP_K < EXPERTS ? rows * TOP_K : EXPERTS) + 1;
+    int rows = s.rows, experts = (rows * TOP_K < EXPERTS ? rows * TOP_K : EXPERTS) + SHARED_ONE;
     int units = (experts * SPANS + WAVES - 1) / WAVES * SPAN;
     int most = most_tiles(rows), room = 1;
     if (units * rows * F::UNIT16 > MINE16) return 1;

@@ -1,9 +1,9 @@
-// The indexer's scores of one row's cached positions, a page a task:
+// The indexer's scores of one row's cached keys, PAGE keys a task; a key stands for `ratio` positions:
 //   score[j] = sum over heads h of weight[h] * relu(query[h] . key[j] * DIM^-0.5)
-// Only for rows whose context is longer than the selection: the others attend to everything.
+// Only for rows that have more keys than a selection: the others attend to everything.
 //   in   query [row][HEADS][DIM] as tagged words and weights [row][HEADS] as tagged f32; keys from the cache, the newest after
 //        their flags
-//   out  scores [row][position] f32, written through; flag [row][page]
+//   out  scores [row][key] f32, written through; flag [row][task]
 // Keys are the A operand, read from the cache as they lie, heads the free axis. Heads are added in order, so that the score
 // of a position is the same wherever it is computed.
 #pragma once
@@ -18,17 +18,20 @@ template <class F, int HEADS, int DIM> struct IndexScores {
   static_assert(WEIGHTS + HEADS <= USED_WORDS, "");
 
   PairRows query, weights;  // rows of the step
-  const void* cache;        // [pages][PAGE][DIM]
+  const void* cache;        // [pages][PAGE / ratio][DIM]: a key lies in the page of its last position
   Pages pages;
   const u32* positions;
   Written written;
   f32* scores;  // [rows][stride]
   u64 stride;
   Pair* flags;      // [rows][max_pages]
-  u32 longer_than;  // rows with more positions than this have scores
+  u32 longer_than;  // rows with more keys than this have scores
+  u32 ratio = 1;    // at most PAGE / 16: 16 neighbouring keys lie in one page
+  u32 key_tag = 0;  // of the layer that made the newest key; 0: this one
 
+  DEVICE u32 made(int row) const { return (load_constant(positions + row) + 1) / ratio; }
   DEVICE int parts(int row) const {
-    u32 n = load_constant(positions + row) + 1;
+    u32 n = made(row);
     return n > longer_than ? (n + PAGE - 1) / PAGE : 0;
   }
 
@@ -38,15 +41,16 @@ template <class F, int HEADS, int DIM> struct IndexScores {
     for (int task = s.first_task(); task < tasks; task += n_blocks()) {
       s.begin(stage, task, tag);
       RowPart at = find_part(task, s.rows, parts_of);
-      u32 position = load_constant(positions + at.row);
-      if (!gather(s, at.row, (u32)(at.part + 1) * PAGE > written.first_of(at.row), tag)) return false;
+      u32 n = made(at.row);
+      u32 of_keys = key_tag ? key_tag : tag;
+      if (!gather(s, at.row, (u32)(at.part + 1) * PAGE * ratio > written.first_of(at.row), of_keys)) return false;
       s.input_is_there();
       acquire_device();
-      for (int group = wave_id(); group < PAGE / 16; group += WAVES) dot_products(at, group, position, tag);
+      for (int group = wave_id(); group < PAGE / 16; group += WAVES) dot_products(at, group, n, of_keys);
       block_barrier();
       for (int key = thread_id(); key < PAGE; key += THREADS) {
         u32 j = at.part * PAGE + key;
-        if (j > position) continue;
+        if (j >= n) continue;
         f32 score = 0;
         for (int h = 0; h < HEADS; ++h) {
           f32 dot = lds_value(DOTS + key * HEADS + h) * INDEX_SCALE;
@@ -88,16 +92,16 @@ template <class F, int HEADS, int DIM> struct IndexScores {
     if (newest && me == 0) ok = ok && written.wait(s, row, tag);
     return s.all_ok(ok);
   }
-  DEVICE void dot_products(RowPart at, int group, u32 position, u32 tag) const {
+  DEVICE void dot_products(RowPart at, int group, u32 n, u32 tag) const {
     u32 begin = at.part * PAGE + group * 16, first = written.first_of(at.row);
-    if (begin > position) return;
-    u64 slot = pages.slot(at.row, begin);
+    if (begin >= n) return;
+    u64 slot = pages.slot(at.row, begin * ratio) / ratio;
     Frag keys[STEPS];
     UNROLL for (int step = 0; step < STEPS; ++step) UNROLL for (int p = 0; p < PIECES; ++p) {
-      // What lies behind the row's position is another row's, and nobody has waited for it: the last key stands for it.
-      u32 key = begin + frag_row(p) < position ? begin + frag_row(p) : position;
+      // What lies behind the row's last key is another row's, and nobody has waited for it: the last key stands for it.
+      u32 key = begin + frag_row(p) < n ? begin + frag_row(p) : n - 1;
       u64 byte = ((slot + key - begin) * DIM + step * F::COLUMNS) * F::ACT_BYTES + frag_chunk() * 16;
-      Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), key >= first ? tag : ANY_EPOCH);
+      Vec4 w = load_plain((const Vec4*)((const u8*)cache + byte), (key + 1) * ratio > first ? tag : ANY_EPOCH);
       UNROLL for (int i = 0; i < 4; ++i) keys[step].w[p][i] = w.w[i];
     }
     for (int heads = 0; heads < HEADS; heads += 16) {

@@ -1,6 +1,6 @@
-// The router's decision: per row the TOP_K experts of the largest sigmoid(logit) + bias (ties to the lowest expert), weights
-// from the unbiased scores, normalized and scaled; and the union of all rows' experts, ascending. Every block that has
-// tasks of the experts computes it for itself from the logits: cheaper than one more hand-off.
+// The router's decision: per row the TOP_K experts of the largest score(logit) + bias (ties to the lowest expert), or those that
+// a table has for the row's token; weights from the unbiased scores, normalized and scaled; and the union of all rows' experts,
+// ascending. Every block that has tasks of the experts computes it for itself from the logits: cheaper than one more hand-off.
 //
 // It is also the one place where a block may read although nobody waits for anything it publishes afterwards: only the route
 // tells how many tasks there are, so a block learns here that it has none. Such a block can be overtaken, by whole layers even,
@@ -40,12 +40,18 @@ template <int HIDDEN> struct RouterSlices {
   static constexpr int COUNT = HIDDEN % 1024 == 0 ? HIDDEN / 1024 : HIDDEN % 256 == 0 ? 8 : 1, K = HIDDEN / COUNT;
 };
 
-template <int HIDDEN> struct Route {
+struct SigmoidScore {
+  DEVICE static f32 of(f32 logit) { return sigmoid(logit); }
+};
+
+template <int HIDDEN, class Score = SigmoidScore> struct Route {
   using Slices = RouterSlices<HIDDEN>;
   PairRows logits, sums;  // [rows][slices][EXPERTS] products; [rows][HIDDEN / 16] the input's sums of squares
   f32 eps;
-  const f32* bias;  // [EXPERTS]
+  const f32* bias;  // [EXPERTS], or null: none
   f32 scale;
+  // Where a table chooses: [tokens][TOP_K] different experts, and the rows' tokens. Else null.
+  const u32 *table = nullptr, *tokens = nullptr;
 
   // LDS, where neither activations nor shares are: of AT_ONCE rows the logits before the norm, later order keys; and biases,
   // later scores.
@@ -65,19 +71,19 @@ template <int HIDDEN> struct Route {
       Pair asked[SUMS];
       UNROLL for (int i = 0; i < SUMS; ++i) asked[i] = load_flag(sum_at(mine ? row : first, i), sums.tag);
       for (int i = thread_id(); i < values; i += THREADS) {
-        set_lds_value(SCORES + i, load_constant(bias + i % EXPERTS));
+        set_lds_value(SCORES + i, bias ? load_constant(bias + i % EXPERTS) : 0.f);
         set_lds_value(KEYS + i, add_slices(s, first + i / EXPERTS, i % EXPERTS, ok, overtaken));
       }
       f32 rms = inverse_rms_of(s, mine ? row : first, asked, ok, overtaken);
       if (mine && lane_id() == 0) route_rms[wave_id()] = rms;
       block_barrier();
       for (int i = thread_id(); i < values; i += THREADS) {
-        f32 score = sigmoid(lds_value(KEYS + i) * route_rms[i / EXPERTS]);
+        f32 score = Score::of(lds_value(KEYS + i) * route_rms[i / EXPERTS]);
         lds[KEYS + i] = order_key(score + lds_value(SCORES + i));
         set_lds_value(SCORES + i, score);
       }
       block_barrier();
-      if (mine) choose(row);
+      if (mine) leave(row, table ? looked_up(row) : chosen(row));
       if (end < (int)s.rows) block_barrier();
     }
     if (!s.all_ok(ok)) return false;
@@ -129,10 +135,14 @@ template <int HIDDEN> struct Route {
     if constexpr (N % 2 && N > 1) best[N / 2] = best[N - 1], which[N / 2] = which[N - 1];
     if constexpr (N > 1) tournament<(N + 1) / 2>(best, which);
   }
-  // One wave chooses for one row.
-  DEVICE void choose(int row) const {
+  // A row's experts, by one wave: lane k has the k-th.
+  DEVICE u32 looked_up(int row) const {
+    if (lane_id() >= TOP_K) return 0;
+    return load_constant(table + (u64)load_constant(tokens + row) * TOP_K + lane_id());
+  }
+  DEVICE static u32 chosen(int row) {
     constexpr u32 NONE = 0xffffffffu;
-    u32 key[MINE], own = 0;  // lane k keeps the k-th choice
+    u32 key[MINE], own = 0;
     int of_row = row % AT_ONCE * EXPERTS;
     UNROLL for (int i = 0; i < MINE; ++i) key[i] =
         expert(i) < EXPERTS ? (u32)lds[KEYS + of_row + expert(i)] : 0u;  // 0 is no number's
@@ -144,20 +154,29 @@ template <int HIDDEN> struct Route {
       UNROLL for (int i = 0; i < MINE; ++i) key[i] = (u32)expert(i) == winner ? 0 : key[i];
       if (lane_id() == k) own = winner;
     }
-    f32 chosen = lds_value(SCORES + of_row + own), sum = 0;
-    ROLLED for (int k = 0; k < TOP_K; ++k) sum += bits<f32>(wave_read(bits<u32>(chosen), k));
+    return own;
+  }
+  DEVICE void leave(int row, u32 own) const {
+    f32 score = lds_value(SCORES + row % AT_ONCE * EXPERTS + own), sum = 0;
+    ROLLED for (int k = 0; k < TOP_K; ++k) sum += bits<f32>(wave_read(bits<u32>(score), k));
     if (lane_id() < TOP_K) {
-      route_weight[row * TOP_K + lane_id()] = chosen / (sum + 1e-20f) * scale;
+      route_weight[row * TOP_K + lane_id()] = score / (sum + 1e-20f) * scale;
       lds_or(route_place, own * 2 + row / 8, (u32)(lane_id() + 1) << row % 8 * 4);
     }
   }
   DEVICE void list_active(bool overtaken) const {
-    static_assert(EXPERTS <= THREADS, "one expert a thread");
-    int e = thread_id();
-    bool active = !overtaken && e < EXPERTS && (route_place[e * 2] | route_place[e * 2 + 1]);
-    u32 before = block_prefix(active);
-    if (active) route_active[before] = (u32)e;
-    if (e == EXPERTS - 1) route_count[0] = before + active;
+    u32 before = 0;
+    for (int first = 0; first < EXPERTS; first += THREADS) {
+      int e = first + thread_id();
+      bool active = !overtaken && e < EXPERTS && (route_place[e * 2] | route_place[e * 2 + 1]);
+      u32 at = before + block_prefix(active);
+      if (active) route_active[at] = (u32)e;
+      if (e == EXPERTS - 1) route_count[0] = at + active;
+      if (first + THREADS < EXPERTS) {
+        for (int w = 0; w < WAVES; ++w) before += prefix_of_wave[w];
+        block_barrier();
+      }
+    }
     block_barrier();
   }
 };

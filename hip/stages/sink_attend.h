@@ -1,13 +1,14 @@
 // Attention over a window and compressed entries, each of which is key and value at once, with a sink for each head.
 //
-// attend: a task is up to SPLIT entries of one row, all heads: first the window's, in the order of positions, then the
-// compressed ones, all of them or those of a selection.
-//   in   query [row][head][D] as tagged pairs, rotated; the window's ring and the pages of entries, the step's own after their
-//        flags; the selection after its flag
+// attend: a task is up to SPLIT entries of one row for up to 16 heads: first the window's, in the order of positions, then the
+// compressed ones, all of them or those of a selection. (All heads by one block would read the entries once, and take as many
+// times as long: with 1,024 tokens, 20 of a GPU's blocks would be at work.)
+//   in   query [row][head][D] as tagged pairs, rotated, and unless they are normalized already their sums of squares; the
+//        window's ring and the pages of entries, the step's own after their flags; the selection after its flag
 //   out  per head the maximum and sum of the softmax over these entries and the sum of p * entry, plain stores + release,
-//        flag [row][split]
+//        flag [row][split][group of heads]
 // merge: a task is one head of one row.
-//   in   the row's splits, after all their flags;  out  out [row][head][D] as tagged pairs, the last channels turned back
+//   in   the row's splits, after the flags of the head's group;  out  out [row][head][D] as tagged words, the last channels turned back
 // The sink is one more score in the softmax, without a value. Splits are fixed, and merged in order.
 #pragma once
 #include "stages/attend_tile.h"
@@ -62,60 +63,68 @@ struct SinkEntries {
   }
 };
 
+// Flags [rows] of tasks that nobody else may wait for; a task that nobody waits for could be overtaken. Null: none.
+struct Held {
+  const Pair* flags;
+  u32 tag;
+};
+SHARED(f32, head_scale, 16);  // of the queries of a group of heads
+
 template <class F, int HEADS, int D, int ROPE> struct SinkAttend {
-  static constexpr int SPLIT = SinkEntries::SPLIT;
+  static constexpr int SPLIT = SinkEntries::SPLIT, HELD = 3, GROUPS_OF_HEADS = (HEADS + 15) / 16;
   using Tile = AttendTile<F, D, D, SPLIT>;
 
-  PairRows query;
+  PairRows query, squares;  // squares: [row][head][D / 16] sums, or without base
+  f32 eps;                  // of the norm
   SinkEntries from;
   const Pair *window_flags, *entry_flags, *selection_flags;  // [rows]
   u32 entry_tag, selection_tag;                              // of the layer whose entries and whose selection these are
+  Held held[HELD];
   f32 scale;
   f32 *out, *stat;  // [rows][max_splits][HEADS][D], [rows][max_splits][HEADS][2] maximum, sum
-  Pair* flags;      // [rows][max_splits]
+  Pair* flags;      // [rows][max_splits][GROUPS_OF_HEADS]
   int max_splits;
 
   DEVICE bool attend(Step& s, u32 stage, u32 tag) const {
     auto splits = [this](int row) { return from.splits(row); };
-    int tasks = count_parts(s.rows, splits);
+    int tasks = count_parts(s.rows, splits) * GROUPS_OF_HEADS;
     for (int task = s.first_task(); task < tasks; task += n_blocks()) {
       s.begin(stage, task, tag);
-      RowPart at = find_part(task, s.rows, splits);
+      RowPart at = find_part(task / GROUPS_OF_HEADS, s.rows, splits);
+      int group = task % GROUPS_OF_HEADS * 16, heads = HEADS - group < 16 ? HEADS - group : 16;
       if (!wait_for_entries(s, at, tag)) return false;
       acquire_device();
       load_entries(at, tag);
-      u64 first = ((u64)at.row * max_splits + at.part) * HEADS;
-      for (int group = 0; group < HEADS; group += 16) {
-        int heads = HEADS - group < 16 ? HEADS - group : 16;
-        if (!load_queries(s, at.row, group, heads)) return false;  // ends with a barrier: entries are there too
-        s.input_is_there();
-        Tile::scores(heads);
-        block_barrier();
-        Tile::probabilities(from.count(at), scale, [&](int head, f32 most, f32 sum) {
-          if (head >= heads) return;
-          store_plain(stat + (first + group + head) * 2, most, tag);
-          store_plain(stat + (first + group + head) * 2 + 1, sum, tag);
-        });
-        block_barrier();
-        Tile::weighted_sum(heads, [&](int head, int channel, f32 v) {
-          if (head < heads) store_plain(out + (first + group + head) * D + channel, v, tag);
-        });
-        block_barrier();
-      }
-      s.announce(flags + at.row * max_splits + at.part, tag, Stored::PLAIN);
+      u64 split = (u64)at.row * max_splits + at.part, first = split * HEADS + group;
+      if (!load_queries(s, at.row, group, heads)) return false;  // ends with a barrier: entries are there too
+      s.input_is_there();
+      Tile::scores(heads);
+      block_barrier();
+      Tile::probabilities(from.count(at), scale, [&](int head, f32 most, f32 sum) {
+        if (head >= heads) return;
+        store_plain(stat + (first + head) * 2, most, tag);
+        store_plain(stat + (first + head) * 2 + 1, sum, tag);
+      });
+      block_barrier();
+      Tile::weighted_sum(heads, [&](int head, int channel, f32 v) {
+        if (head < heads) store_plain(out + (first + head) * D + channel, v, tag);
+      });
+      s.announce(flags + split * GROUPS_OF_HEADS + group / 16, tag, Stored::PLAIN);
     }
     s.finish(tasks);
     return true;
   }
 
-  // sinks: [HEADS]; rope: of the layer's angles. Two channels a thread.
+  // sinks: [HEADS]; rope: of the layer's angles; To: the activations that are published. Two channels a thread.
+  template <class To>
   DEVICE bool merge(Step& s, u32 stage, u32 tag, const f32* sinks, const f32* rope, Pair* merged) const {
     static_assert(D / 2 <= THREADS && D % 2 == 0, "");
     int tasks = s.rows * HEADS, c = 2 * (thread_id() < D / 2 ? thread_id() : 0);
     for (int task = s.first_task(); task < tasks; task += n_blocks()) {
       s.begin(stage, task, tag);
       int row = task / HEADS, head = task % HEADS, splits = from.splits(row);
-      if (!s.wait_flags(splits, tag, [&](int split) { return flags + row * max_splits + split; })) return false;
+      auto flag = [&](int split) { return flags + (row * max_splits + split) * GROUPS_OF_HEADS + head / 16; };
+      if (!s.wait_flags(splits, tag, flag)) return false;
       s.input_is_there();
       acquire_device();
       auto at = [&](int split) { return ((u64)row * max_splits + split) * HEADS + head; };
@@ -130,8 +139,7 @@ template <class F, int HEADS, int D, int ROPE> struct SinkAttend {
       sum += exp_exact(load_constant(sinks + head) - most);
       v[0] /= sum, v[1] /= sum;
       if (c >= D - ROPE) turn_back(rope, load_constant(from.positions + row), c - (D - ROPE), v);
-      if (thread_id() < D / 2)
-        for (int j = 0; j < 2; ++j) put(merged + ((u64)row * HEADS + head) * D + c + j, v[j], tag);
+      if (thread_id() < D / 2) put_words<To>(merged + ((u64)row * HEADS + head) * (D * To::ACT_BYTES / 4), c, v, tag);
       s.end();
     }
     s.finish(tasks);
@@ -150,7 +158,11 @@ template <class F, int HEADS, int D, int ROPE> struct SinkAttend {
     bool ok = true;
     if (thread_id() == 0) {
       int before = from.window_splits(at.row);
-      if (at.part == before - 1) ok = s.wait_flag(window_flags + at.row, tag);
+      if (at.part == before - 1) {
+        ok = s.wait_flag(window_flags + at.row, tag);
+        UNROLL for (int i = 0; i < HELD; ++i) if (held[i].flags) ok =
+            ok && s.wait_flag(held[i].flags + at.row, held[i].tag);
+      }
       if (at.part >= before && from.listed(at.row)) ok = ok && s.wait_flag(selection_flags + at.row, selection_tag);
       if (at.part >= before && from.finishes_one(at.row)) ok = ok && s.wait_flag(entry_flags + at.row, entry_tag);
     }
@@ -179,19 +191,37 @@ template <class F, int HEADS, int D, int ROPE> struct SinkAttend {
       }
     }
   }
+  // 1 / rms of each head's query, by 16 threads a head.
+  DEVICE bool scale_heads(Step& s, int row, int group, int heads) const {
+    constexpr int PARTS = D / 16, MINE = (PARTS + 15) / 16;
+    bool ok = true;
+    UNROLL for (int first = 0; first < 16; first += THREADS / 16) {
+      int head = first + thread_id() / 16, lane = thread_id() % 16;
+      auto part = [&](int i) { return i * 16 + lane < PARTS ? i * 16 + lane : 0; };
+      Pair got[MINE];
+      int of = head < heads ? group + head : group;
+      ok = squares.take(s, row, [&](int i) { return of * PARTS + part(i); }, got) && ok;
+      f32 sum = 0;
+      UNROLL for (int i = 0; i < MINE; ++i) sum += i * 16 + lane < PARTS ? value_of(got[i]) : 0.f;
+      UNROLL for (int o = 1; o < 16; o *= 2) sum += bits<f32>(wave_read(bits<u32>(sum), lane_id() ^ o));
+      if (lane == 0) head_scale[head] = 1.f / __builtin_sqrtf(sum / (f32)D + eps);
+    }
+    return s.all_ok(ok);
+  }
   DEVICE bool load_queries(Step& s, int row, int group, int heads) const {
     constexpr int WORDS = D / 2, BATCH = 4;
     int me = thread_id(), total = heads * WORDS;
-    bool ok = true;
+    bool ok = !squares.base || scale_heads(s, row, group, heads);
     for (int first = 0; first < total; first += THREADS * BATCH) {
       auto word = [&](int b) { return first + b * THREADS + me < total ? first + b * THREADS + me : 0; };
       Pair got[2 * BATCH];
       ok = query.take(s, row, [&](int i) { return group * D + 2 * word(i / 2) + i % 2; }, got) && ok;
       UNROLL for (int b = 0; b < BATCH; ++b) {
         int w = first + b * THREADS + me;
+        f32 factor = squares.base ? head_scale[w < total ? w / WORDS : 0] : 1.f;
         if (w < total)
           put_activations<F>(w / WORDS * Tile::STRIDE16 * 4 + w % WORDS * F::ACT_BYTES / 2,
-                             {value_of(got[2 * b]), value_of(got[2 * b + 1])});
+                             {value_of(got[2 * b]) * factor, value_of(got[2 * b + 1]) * factor});
       }
     }
     return s.all_ok(ok);

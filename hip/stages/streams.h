@@ -12,8 +12,9 @@
 
 template <int STREAMS, int HIDDEN> struct Streams {
   static constexpr int OUT = (2 + STREAMS) * STREAMS, WIDTH_ALL = STREAMS * HIDDEN;
-  static constexpr int PIECE = 2 * THREADS;                       // channels that a block takes at once
-  static constexpr int SLICES = WIDTH_ALL % (8 * PIECE) ? 1 : 8;  // parts of k that the products come in
+  static constexpr int PIECE = 2 * THREADS;  // channels that a block takes at once
+  // Parts of k that the products come in: many, for there are few outputs to share the work by.
+  static constexpr int SLICES = WIDTH_ALL % PIECE || WIDTH_ALL / PIECE > 40 ? 1 : WIDTH_ALL / PIECE;
   static constexpr int SLICE = WIDTH_ALL / SLICES, SLICED = SLICES * (OUT + 1);
   static constexpr int PIECES = (HIDDEN + PIECE - 1) / PIECE;
   static_assert(OUT + 1 <= WIDTH && HIDDEN % 2 == 0 && SLICE % 2 == 0, "");
@@ -21,16 +22,17 @@ template <int STREAMS, int HIDDEN> struct Streams {
   const f32 *scale, *base;  // [3], [OUT]
   f32 norm_eps, eps;        // of the streams' norm; of weights and divisors
 
-  // A task is a slice of k, for all rows.
-  //   in   h [row][STREAMS * HIDDEN] as tagged pairs;  weights f32 [OUT][STREAMS * HIDDEN], row-major
-  //   out  [row][slice][OUT + 1] as tagged pairs: products, then the slice's sum of squares
+  // A task is a slice of k, for all rows. N outputs: OUT, or STREAMS at the stack's end, where there is no sublayer.
+  //   in   h [row][STREAMS * HIDDEN] as tagged pairs;  weights f32 [N][STREAMS * HIDDEN], row-major
+  //   out  [row][slice][N + 1] as tagged pairs: products, then the slice's sum of squares
   // On the vector unit: 24 outputs would fill one and a half tiles of the matrix unit, and padding 24 rows to 32 costs a third
   // more bytes. A thread's columns of M stay in registers for all rows.
+  template <int N = OUT>
   DEVICE static bool mix(Step& s, u32 stage, u32 tag, const PairRows& h, const f32* weights, Pair* out) {
     for (int slice = s.first_task(); slice < SLICES; slice += n_blocks()) {
       s.begin(stage, slice, tag);
       for (int row = 0; row < (int)s.rows; ++row) {
-        f32 sum[OUT + 1] = {};
+        f32 sum[N + 1] = {};
         bool ok = true;
         for (int from = 2 * thread_id(); from < SLICE && ok; from += PIECE) {
           int k = slice * SLICE + from;
@@ -38,22 +40,22 @@ template <int STREAMS, int HIDDEN> struct Streams {
           ok = h.take(s, row, [k](int i) { return k + i; }, got);
           UNROLL for (int j = 0; j < 2; ++j) {
             f32 v = value_of(got[j]);
-            UNROLL for (int n = 0; n < OUT; ++n) sum[n] =
+            UNROLL for (int n = 0; n < N; ++n) sum[n] =
                 __builtin_fmaf(load_constant(weights + (u64)n * WIDTH_ALL + k + j), v, sum[n]);
-            sum[OUT] = __builtin_fmaf(v, v, sum[OUT]);
+            sum[N] = __builtin_fmaf(v, v, sum[N]);
           }
         }
         if (!s.all_ok(ok)) return false;
         if (row == 0) s.input_is_there();
-        UNROLL for (int n = 0; n <= OUT; ++n) {
+        UNROLL for (int n = 0; n <= N; ++n) {
           f32 of_wave = wave_sum(sum[n]);
-          if (lane_id() == 0) set_lds_value(wave_id() * (OUT + 1) + n, of_wave);
+          if (lane_id() == 0) set_lds_value(wave_id() * (N + 1) + n, of_wave);
         }
         block_barrier();
-        for (int n = thread_id(); n <= OUT; n += THREADS) {
+        for (int n = thread_id(); n <= N; n += THREADS) {
           f32 all = 0;
-          UNROLL for (int w = 0; w < WAVES; ++w) all += lds_value(w * (OUT + 1) + n);
-          put(out + row * SLICED + slice * (OUT + 1) + n, all, tag);
+          UNROLL for (int w = 0; w < WAVES; ++w) all += lds_value(w * (N + 1) + n);
+          put(out + row * (SLICES * (N + 1)) + slice * (N + 1) + n, all, tag);
         }
         block_barrier();  // before the sums of the next row
       }
@@ -67,9 +69,9 @@ template <int STREAMS, int HIDDEN> struct Streams {
   DEVICE bool site(Step& s, u32 stage, u32 tag, int rounds, const PairRows& products, Pair* out) const {
     for (int row = s.first_task(); row < (int)s.rows; row += n_blocks()) {
       s.begin(stage, row, tag);
-      if (!gather(s, products, row, OUT)) return false;
+      if (!gather<OUT>(s, products, row, OUT)) return false;
       s.input_is_there();
-      f32 rms = inverse_rms();
+      f32 rms = inverse_rms<OUT>();
       for (int n = thread_id(); n < 2 * STREAMS; n += THREADS)
         put(out + row * OUT + n, n < STREAMS ? collapse_weight(n, rms) : 2 * gate(n, 1, rms), tag);
       if (thread_id() == THREADS - 1) sinkhorn(rounds, rms, out + row * OUT + 2 * STREAMS, tag);
@@ -80,24 +82,28 @@ template <int STREAMS, int HIDDEN> struct Streams {
     return true;
   }
 
-  // A task is PIECE channels of a row.  in products of `mix`, h;  out x [row][HIDDEN] as tagged pairs.
-  DEVICE bool collapse(Step& s, u32 stage, u32 tag, const PairRows& products, const PairRows& h, Pair* out) const {
+  // A task is PIECE channels of a row.
+  //   in   products of `mix<N>`, h
+  //   out  sink(row, channel, x, there): x of `channel` and the next; eight threads in a row have 16 channels, and all threads
+  //        are there
+  template <int N = OUT, class Sink>
+  DEVICE bool collapse(Step& s, u32 stage, u32 tag, const PairRows& products, const PairRows& h, Sink sink) const {
     int tasks = s.rows * PIECES;
     for (int task = s.first_task(); task < tasks; task += n_blocks()) {
       s.begin(stage, task, tag);
       int row = task / PIECES, channel = task % PIECES * PIECE + 2 * thread_id();
       bool mine = channel < HIDDEN;
-      if (!gather(s, products, row, STREAMS)) return false;
+      if (!gather<N>(s, products, row, STREAMS)) return false;
       Pair old[2 * STREAMS];
       bool ok = h.take(s, row, [&](int i) { return i / 2 * HIDDEN + (mine ? channel : 0) + i % 2; }, old);
       if (!s.all_ok(ok)) return false;
       s.input_is_there();
-      f32 rms = inverse_rms(), x[2] = {};
+      f32 rms = inverse_rms<N>(), x[2] = {};
       UNROLL for (int from = 0; from < STREAMS; ++from) {
         f32 weight = collapse_weight(from, rms);
         UNROLL for (int j = 0; j < 2; ++j) x[j] += weight * value_of(old[2 * from + j]);
       }
-      if (mine) put(out + row * HIDDEN + channel, x[0], tag), put(out + row * HIDDEN + channel + 1, x[1], tag);
+      sink(row, channel, x, mine);
       s.end();
       block_barrier();  // before the products of the next task
     }
@@ -107,13 +113,13 @@ template <int STREAMS, int HIDDEN> struct Streams {
 
   // What a sublayer's last stage does with two of its outputs: h'[t], and, for models that collapse with the weights of the
   // site before, x of the next site. One thread's work; false if a wait was given up.
-  //   in   h; `weights` [row][OUT], of `site`;  out `streams` and, unless null, `x`
+  //   in   h; `weights` [row][OUT], of `site`;  out `streams`, and x
   DEVICE static bool expand(Step& s, const PairRows& h, const PairRows& weights, int row, int channel,
-                            const f32 (&y)[2], Pair* streams, Pair* x, u32 tag) {
+                            const f32 (&y)[2], Pair* streams, f32 (&x)[2], u32 tag) {
     Pair old[2 * STREAMS], of_site[OUT];
     bool ok = h.take(s, row, [channel](int i) { return i / 2 * HIDDEN + channel + i % 2; }, old);
     ok = weights.take(s, row, [](int i) { return i; }, of_site) && ok;
-    f32 collapsed[2] = {};
+    x[0] = x[1] = 0;
     UNROLL for (int to = 0; to < STREAMS; ++to) {
       f32 v[2];
       UNROLL for (int j = 0; j < 2; ++j) {
@@ -121,28 +127,29 @@ template <int STREAMS, int HIDDEN> struct Streams {
         UNROLL for (int from = 0; from < STREAMS; ++from) v[j] +=
             value_of(of_site[(2 + from) * STREAMS + to]) * value_of(old[2 * from + j]);
         put(streams + row * WIDTH_ALL + to * HIDDEN + channel + j, v[j], tag);
-        collapsed[j] += value_of(of_site[to]) * v[j];
+        x[j] += value_of(of_site[to]) * v[j];
       }
     }
-    if (x) UNROLL for (int j = 0; j < 2; ++j) put(x + row * HIDDEN + channel + j, collapsed[j], tag);
     return ok;
   }
 
  private:
-  // Sums over slices, in their order, of the first `count` products and of the squares, to LDS. Ends with a barrier.
-  DEVICE static bool gather(Step& s, const PairRows& products, int row, int count) {
+  // Sums over slices, in their order, of the first `count` of N products and of the squares, to LDS. Ends with a barrier.
+  template <int N> DEVICE static bool gather(Step& s, const PairRows& products, int row, int count) {
     bool ok = true;
     if (thread_id() <= count) {
-      int n = thread_id() < count ? thread_id() : OUT;
+      int n = thread_id() < count ? thread_id() : N;
       Pair got[SLICES];
-      ok = products.take(s, row, [n](int slice) { return slice * (OUT + 1) + n; }, got);
+      ok = products.take(s, row, [n](int slice) { return slice * (N + 1) + n; }, got);
       f32 sum = 0;
       UNROLL for (int slice = 0; slice < SLICES; ++slice) sum += value_of(got[slice]);
       set_lds_value(n, sum);
     }
     return s.all_ok(ok);
   }
-  DEVICE f32 inverse_rms() const { return 1.f / __builtin_sqrtf(lds_value(OUT) / (f32)WIDTH_ALL + norm_eps); }
+  template <int N> DEVICE f32 inverse_rms() const {
+    return 1.f / __builtin_sqrtf(lds_value(N) / (f32)WIDTH_ALL + norm_eps);
+  }
   DEVICE f32 logit(int n, int kind, f32 rms) const {
     return lds_value(n) * rms * load_constant(scale + kind) + load_constant(base + n);
   }

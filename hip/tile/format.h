@@ -162,6 +162,49 @@ struct Mxfp4A8 : Mxfp4Weights {
 #endif
   }
 };
+
+// e4m3 weights whose scales per 32 x 32 are powers of two: E8M0 bytes, one for each of a lane's 16 columns, as MXFP4 has them.
+template <bool FNUZ> struct FineFp8Weights {
+  static constexpr int COLUMNS = 64, UNIT = 64, TILES = 1, AHEAD = ROOMY && PIECES == 1 ? 4 : 2, GROUP = 0;
+  struct Scale {
+    u32 e8m0[PIECES];
+  };
+  // As two operands of bf16, scale included: exact, for e4m3 has 4 bits and bf16 the same exponents as f32.
+  DEVICE static void widened(const Frag& w, const Scale& scale, Frag (&wide)[2]) {
+    FNUZ ? frag_fnuz_to_bf16(w, wide) : frag_fp8_to_bf16(w, wide);
+    UNROLL for (int piece = 0; piece < PIECES; ++piece) {
+      f32 factor = e8m0(scale.e8m0[piece]) * (FNUZ ? 1 / FNUZ_TIMES : 1.f);
+      UNROLL for (int i = 0; i < 8; ++i) {
+        u32& word = wide[i / 4].w[piece][i % 4];
+        f32 low = bits<f32>(word << 16) * factor, high = bits<f32>(word & 0xffff0000u) * factor;
+        word = bits<u32>(low) >> 16 | (bits<u32>(high) & 0xffff0000u);
+      }
+    }
+  }
+};
+template <bool FNUZ> struct FineFp8 : FineFp8Weights<FNUZ> {
+  static constexpr int ACT_BYTES = 2, UNIT16 = 8;
+  DEVICE static void multiply(const Frag (&w)[1], const typename FineFp8Weights<FNUZ>::Scale& scale, const Columns& x,
+                              int at, Acc& acc) {
+    Frag wide[2];
+    FineFp8Weights<FNUZ>::widened(w[0], scale, wide);
+    UNROLL for (int p = 0; p < 2; ++p) mma_bf16(wide[p], act_frag(x, at + 2 * x.chunk + p), acc, x.wide);
+  }
+};
+template <bool FNUZ> struct FineFp8Wide : FineFp8Weights<FNUZ> {  // for f32 activations
+  static constexpr int ACT_BYTES = 4, UNIT16 = 16;
+  DEVICE static void multiply(const Frag (&w)[1], const typename FineFp8Weights<FNUZ>::Scale& scale, const Columns& x,
+                              int at, Acc& acc) {
+    Frag wide[2];
+    FineFp8Weights<FNUZ>::widened(w[0], scale, wide);
+    UNROLL for (int p = 0; p < 2; ++p) mma_wide(wide[p], x, at + 4 * x.chunk + 2 * p, acc);
+  }
+};
+// What the packer pads k to.
+template <class F> constexpr int K_PADDING = F::UNIT;
+template <bool FNUZ> constexpr int K_PADDING<FineFp8<FNUZ>> = 128;
+template <bool FNUZ> constexpr int K_PADDING<FineFp8Wide<FNUZ>> = 128;
+
 template <class F> constexpr bool IN_HALVES = F::UNIT16 == HALF_FACTOR16 + 1;
 
 // What activations are rounded to for weights of a format when they are not quantized, which is also what caches hold; and

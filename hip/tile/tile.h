@@ -52,7 +52,7 @@ template <class F> struct TileRow {
 // Row `row` of matrix number `matrix` [n][K] of a packed tensor.
 template <class F, int K>
 DEVICE TileRow<F> tile_row(const void* tiles, const void* scales, int n, u64 matrix, int row) {
-  constexpr u64 TILES = (u64)padded<F>(K) / F::COLUMNS;
+  constexpr u64 TILES = (u64)(K + K_PADDING<F> - 1) / K_PADDING<F> * (K_PADDING<F> / F::COLUMNS);
   u64 rows = (n + TILE_ROWS - 1) / TILE_ROWS, at = matrix * rows + row;
   if constexpr (SAME<typename F::Scale, f32>)
     scales = (const f32*)scales + (matrix * ((n + 127) / 128) + row * TILE_ROWS / 128) * ((K + 127) / 128);

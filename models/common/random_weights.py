@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 
 _LARGEST_NAN = 0x7F  # e4m3: 0x7f and 0xff are OCP's NaN, 0x80 is FNUZ's
 _FNUZ_NAN = 0x80
-_RESIDUAL = ("o", "down")  # what is added to the residual stream
+_RESIDUAL = ("o", "down", "o_b", "shared_down")  # what is added to the residual stream
 _GAINS = {"head": 4.0, "router": 2.0}  # of products whose results are compared; others keep the size of their input
+
+
+Plain = Callable[["Field", torch.Generator, "torch.device | str"], "torch.Tensor | None"]
 
 
 def random_fields(
@@ -45,18 +49,23 @@ def random_fields(
     shares: int = 1,
     seed: int = 0,
     progress: Progress = silent,
+    plain: Plain | None = None,
 ) -> dict[str, Value]:
     """The fields of a plan with random values: the same ones for the same seed, rank and kind of device.
 
     Fields that all ranks hold are equal on all of them. shares: how many ranks' shares of what a layer adds will be
-    summed up, if they are equal.
+    summed up, if they are equal. plain: makes a family's fields that are no matrices; None for what is as usual.
     """
     made: dict[str, Value] = {}
     for done, field in enumerate(plan.fields.values()):
         progress("making random weights", done, len(plan.fields))
         key = f"{field.name}#{rank if field.split else 'all'}#{seed}"
         generator = torch.Generator(device).manual_seed(zlib.crc32(key.encode()))
-        made[field.name] = _random_field(field, math.sqrt(2 * layers) * shares, generator, device)
+        own = None if plain is None or field.count else plain(field, generator, device)
+        if own is None:
+            made[field.name] = _random_field(field, math.sqrt(2 * layers) * shares, generator, device)
+        else:
+            made[field.name] = own
     return made
 
 

@@ -142,7 +142,7 @@ class HybridCache(PageTables):
         self.pools: dict[str, torch.Tensor] = {}
         for name, pool in spec.pools().items():
             count = pages if pool.paged else requests
-            buffer = self._buffers[name] = memory.shared(f"cache {name}", count * pool.bytes())
+            buffer = self._buffers[name] = memory.shared(_region(name), count * pool.bytes())
             self.pools[name] = buffer.tensor.view(pool.dtype).view(count, *pool.shape)
         self._records = {name: pool.record for name, pool in spec.pools().items()}
         self._free_slots = list(reversed(range(requests)))
@@ -215,3 +215,9 @@ class HybridCache(PageTables):
         """Frees the memory; the views must not be used afterwards."""
         for buffer in self._buffers.values():
             buffer.close()
+
+
+def _region(pool: str) -> str:
+    """A pool as the region of memory that it is: "window[3]" for "window.3"."""
+    kind, _, layer = pool.partition(".")
+    return f"{kind}[{layer}]" if layer else kind

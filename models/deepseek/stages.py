@@ -6,6 +6,8 @@ The kernels' stages are tested against these methods, and the standard path is m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rocmega.models.common.formulas import (
@@ -36,9 +38,20 @@ Site = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # collapse [..., S], exp
 class LayerStages(PackedLayer):
     """A layer's stages, from its packed weights."""
 
-    def __init__(self, config: DeepseekConfig, number: int, fields: Layer, products: Products, resident: bool):
+    def __init__(
+        self,
+        config: DeepseekConfig,
+        number: int,
+        fields: Layer,
+        products: Products,
+        resident: bool,
+        tp: int = 1,
+        rank: int = 0,
+        gather: Callable[[torch.Tensor], list[torch.Tensor]] | None = None,
+    ):
+        """tp, rank: whose part the fields are. gather: every rank's values, where there are several."""
         super().__init__(fields, products, resident)
-        self.config, self.number = config, number
+        self.config, self.number, self.tp, self.rank, self.gather = config, number, tp, rank, gather
         self.compressed = config.compressed[number]
         self.hashed = config.hash_layers[number]
 
@@ -77,11 +90,18 @@ class LayerStages(PackedLayer):
     def output_projection(self, heads: torch.Tensor, backward: torch.Tensor) -> torch.Tensor:
         """Attention's outputs [..., heads, head_dim], turned back by their own position's angles, to [..., hidden].
 
-        Neighbouring heads are a group with a matrix of its own; one matrix then takes the groups' results together.
+        Neighbouring heads are a group with a matrix of its own; one matrix then takes the groups' results together. Of
+        ranks, each has some heads and groups, and its share of the result.
         """
-        groups = rope_trailing(heads, backward[..., None, :, :]).unflatten(-2, (self.config.o_groups, -1)).flatten(-2)
-        parts = [self.linear(groups[..., group, :], "o_a", group) for group in range(self.config.o_groups)]
+        count = self.config.o_groups // self.tp
+        groups = rope_trailing(heads, backward[..., None, :, :]).unflatten(-2, (count, -1)).flatten(-2)
+        parts = [self.linear(groups[..., group, :], "o_a", None if count == 1 else group) for group in range(count)]
         return self.linear(torch.cat(parts, dim=-1), "o_b")
+
+    def sinks(self) -> torch.Tensor:
+        """Of this rank's heads."""
+        heads = self.config.num_attention_heads // self.tp
+        return self.vector("sinks")[self.rank * heads : (self.rank + 1) * heads]
 
     # Compression. `field` is "entry" or "key": of the entries, or of V4's index keys.
 
@@ -160,10 +180,14 @@ class LayerStages(PackedLayer):
 
     # Engram.
 
+    def _of_all(self, part: torch.Tensor) -> torch.Tensor:
+        """What all ranks have of [..., hidden]."""
+        return part if self.gather is None else torch.cat(self.gather(part), dim=-1)
+
     def engram(self, streams: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Streams [..., S, hidden] with what was looked up added, [..., columns * head_dim] float32."""
         c = self.config
-        *keys, value = (self.linear(rows, "engram_kv", part) for part in range(c.hc_mult + 1))
+        *keys, value = (self._of_all(self.linear(rows, "engram_kv", part)) for part in range(c.hc_mult + 1))
         query_weight, key_weight = self.vector("engram_q_weight"), self.vector("engram_k_weight")
         gate = engram_gate(streams, torch.stack(keys, dim=-2), query_weight, key_weight, c.rms_norm_eps)
         return streams + gate[..., None] * value[..., None, :]

@@ -7,6 +7,8 @@ come into the cache.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from rocmega.cache import PAGE
@@ -39,6 +41,9 @@ from rocmega.models.deepseek.stages import LayerStages
 from rocmega.models.deepseek.weights import DeepseekWeights
 from rocmega.step import StepBatch, check_prompt
 
+if TYPE_CHECKING:
+    from rocmega.parallel import Group
+
 # Scores or gathered cache values that one block of attention may hold: 256 MB in float32.
 _BLOCK_VALUES = 1 << 26
 
@@ -48,7 +53,7 @@ class StandardPath:
 
     weights and cache must be on one device, Engram's tables on it or on the host. resident: keep dequantized matrices;
     by default on a CPU only, where memory is plenty and time is not. activations: what weights meet, see
-    activations.py.
+    activations.py. group: the ranks that share the model, of which `weights` are one's part.
     """
 
     def __init__(
@@ -58,14 +63,17 @@ class StandardPath:
         cache: HybridCache,
         resident: bool | None = None,
         activations: str = "auto",
+        group: Group | None = None,
     ):
-        self.config, self.weights, self.cache = config, weights, cache
+        self.config, self.weights, self.cache, self.group = config, weights, cache, group
         device = weights.device()
         activations = choose(weights.formats) if activations == "auto" else activations
         self.products = Products(weights.formats, device, activations)
         resident = device.type == "cpu" if resident is None else resident
+        whose = (weights.tp, weights.rank, None if group is None else group.all_gather)
         self.layers = [
-            LayerStages(config, number, fields, self.products, resident) for number, fields in enumerate(weights.layers)
+            LayerStages(config, number, fields, self.products, resident, *whose)
+            for number, fields in enumerate(weights.layers)
         ]
         self._end = PackedLayer(weights.end, self.products, resident)
         dim = config.qk_rope_head_dim
@@ -157,7 +165,12 @@ class StandardPath:
             weights = stream_gates(mixes, end.vector("end_mix_scale"), end.vector("end_mix_base")) + c.hc_eps
         normed = deferred_rms_norm(collapse(streams, weights)[None], self.weights.final_norm, c.rms_norm_eps)
         head = self.weights.head.dequantize(self._head_dtype()) if self._head is None else self._head
-        return self.products.head(normed, head)[0]
+        logits = self.products.head(normed, head)[0]
+        return logits if self.group is None else torch.cat(self.group.all_gather(logits), dim=-1)
+
+    def _sum(self, share: torch.Tensor) -> torch.Tensor:
+        """What all ranks' shares add up to."""
+        return share if self.group is None else self.group.all_reduce(share)
 
     def _layer(
         self, layer: LayerStages, streams: torch.Tensor, before: torch.Tensor, span: Span, selection: Selection
@@ -165,11 +178,11 @@ class StandardPath:
         """before: the collapse weights that the sublayer before this layer computed."""
         own, spread, mix = layer.site("attention", streams)
         x = layer.norm("attention", collapse(streams, before if self.config.delayed else own))
-        streams = expand(streams, self._attention(layer, x, span, selection), spread, mix)
+        streams = expand(streams, self._sum(self._attention(layer, x, span, selection)), spread, mix)
         before = own
         own, spread, mix = layer.site("mlp", streams)
         y = layer.norm("mlp", collapse(streams, before if self.config.delayed else own))
-        return expand(streams, layer.mlp(y, span.tokens), spread, mix), own
+        return expand(streams, self._sum(layer.mlp(y, span.tokens)), spread, mix), own
 
     def _attention(self, layer: LayerStages, x: Normed, span: Span, selection: Selection) -> torch.Tensor:
         kind, angles = layer.compressed, span.plain if layer.compressed is None else span.stretched
@@ -226,7 +239,7 @@ class StandardPath:
                 parts.append(self._shared(query, entries, seen))
             else:
                 parts.append(self._own(query, entries, *chosen))
-        return with_sinks(parts, layer.vector("sinks"))
+        return with_sinks(parts, layer.sinks())
 
     def _shared(self, query: torch.Tensor, entries: torch.Tensor, seen: torch.Tensor) -> Partial:
         """Attention of queries [B, Q, H, D] over their sequence's entries [B, K, D], seen bool [B, Q, K]."""

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING
 
 from rocmega.cache import PAGE
 from rocmega.errors import ConfigError
+from rocmega.models.common.kernel import FORMATS, check_formats, header_text, multiples
+from rocmega.models.common.kernel import LDS_WORDS as LDS_WORDS
+from rocmega.models.common.kernel import ROWS as ROWS
+from rocmega.models.common.kernel import SPLIT as SPLIT
+from rocmega.models.common.kernel import THREADS as THREADS
+from rocmega.models.common.kernel import TILE_ROWS as TILE_ROWS
+from rocmega.models.common.kernel import router_slices as router_slices
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
 from rocmega.toolchain import Unit
@@ -19,29 +26,7 @@ if TYPE_CHECKING:
 
 KERNEL = "glm_decode"
 FOLDER = Path(__file__).resolve().parent
-ROWS = 16  # rows of a step: the free axis of the matrix tile
-TILE_ROWS = 16  # outputs of a task
-THREADS = 256  # of a block, on every target
 LEAST_LATENT = 96  # of latent and shared key: no step of a narrower one has been tested
-SPLIT = 32  # selected positions of an attention task, as in hip/stages/attend.h
-
-# Words of the large LDS array. One block owns its compute unit, so it may have nearly all: 64 KB on gfx942, 160 KB on
-# gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
-LDS_WORDS = {"host": 15168, "gfx942": 15168, "gfx950": 38912, "sm_90": 55296}
-
-# Kernel type of a packed format (hip/tile/format.h), by the activations it meets.
-_FORMATS = {
-    "f32": {"f32": "F32", "bf16": "F32", "fp8": "F32"},
-    "bf16": {"f32": "Bf16Wide", "bf16": "Bf16", "fp8": "Bf16"},
-    "fp8": {"f32": "Fp8Wide<false>", "bf16": "Fp8<false>", "fp8": "Fp8A8<false>"},
-    "fp8_fnuz": {"f32": "Fp8Wide<true>", "bf16": "Fp8<true>", "fp8": "Fp8A8<true>"},
-    "mxfp4": {"f32": "Mxfp4Wide", "bf16": "Mxfp4", "fp8": "Mxfp4A8"},
-}
-
-
-def router_slices(hidden: int) -> int:
-    """In how many parts of k the router's products come, as in hip/stages/route.h."""
-    return hidden // 1024 if hidden % 1024 == 0 else 8 if hidden % 256 == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -84,12 +69,8 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
         "vocab_size per rank": config.vocab_size // tp,
         "n_routed_experts": config.n_routed_experts,
     }
-    for name, value in sixteens.items():
-        if value % 16:
-            yield f"{name} {value} is not a multiple of 16"
-    for name, value in {"index_head_dim": config.index_head_dim, "kv_lora_rank + rope": config.latent_dim}.items():
-        if value % 32:
-            yield f"{name} {value} is not a multiple of 32"
+    yield from multiples(sixteens, 16)
+    yield from multiples({"index_head_dim": config.index_head_dim, "kv_lora_rank + rope": config.latent_dim}, 32)
     if config.latent_dim < LEAST_LATENT:
         yield f"kv_lora_rank + rope {config.latent_dim} is less than {LEAST_LATENT}"
     if config.n_routed_experts > THREADS:
@@ -117,17 +98,7 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     """The text of model_config.h, which decode.hip is compiled against."""
     activations = choose(formats, activations)
     shape = Shape.of(config, tp)
-    if unknown := sorted({formats.linear, formats.expert} - set(_FORMATS)):
-        raise ConfigError(
-            f"The mega-task has no instructions for matrices in {', '.join(unknown)}: scales of 32x32 blocks, as a "
-            "rank's part gets them where it begins inside a block of 128x128. Use the standard path, or fewer ranks."
-        )
-    native = {"gfx942": "fp8_fnuz", "gfx950": "fp8", "sm_90": "fp8"}.get(target, formats.linear)
-    if activations == "fp8" and formats.linear.startswith("fp8") and formats.linear != native:
-        raise ConfigError(
-            f"FP8 activations meet weights in the FP8 of {target}'s instructions, {native}, and these are "
-            f"{formats.linear}. Pack the checkpoint for {target} (rocmega pack), or use bf16 activations."
-        )
+    check_formats(formats, target, activations)
     if activations == "f32" and (faults := list(_exact_faults(config, formats, target))):
         raise ConfigError(
             f"f32 activations of this model do not fit into {target}'s LDS: {'; '.join(faults)}. Use the standard "
@@ -169,22 +140,13 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
         "INDEX_WEIGHT_SCALE": config.index_weight_scale,
     }
     types = {
-        "Linear": _FORMATS[formats.linear][activations],
-        "Expert": _FORMATS[formats.expert][activations],
-        "Island": _FORMATS[formats.island]["bf16"],  # as it is stored: the embedding's rows
-        "Head": _FORMATS[formats.island][activations],
-        "Absorbed": _FORMATS[formats.absorbed][activations],
+        "Linear": FORMATS[formats.linear][activations],
+        "Expert": FORMATS[formats.expert][activations],
+        "Island": FORMATS[formats.island]["bf16"],  # as it is stored: the embedding's rows
+        "Head": FORMATS[formats.island][activations],
+        "Absorbed": FORMATS[formats.absorbed][activations],
     }
-    return "\n".join(
-        [
-            "#pragma once",
-            *(f"constexpr int {name} = {value};" for name, value in sizes.items()),
-            *(f"constexpr float {name} = {float(value)!r}f;" for name, value in numbers.items()),
-            '#include "tile/tile.h"',
-            *(f"using {name} = {value};" for name, value in types.items()),
-            "",
-        ]
-    )
+    return header_text(sizes, numbers, types)
 
 
 def unit(

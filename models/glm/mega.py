@@ -101,6 +101,8 @@ class MegaPath:
     dimensions do not fit its tiles.
     """
 
+    tokens_per_launch = MAX_TOKENS
+
     def __init__(
         self,
         config: GlmConfig,

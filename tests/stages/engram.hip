@@ -32,8 +32,14 @@ DEVICE bool run(Step& s, const Args& a) {
   NgramHash<NGRAM, HASH_HEADS> hash{a.multipliers, a.heights,   a.ids,   a.padding,
                                     a.tokens,      a.positions, a.slots, a.recent};
   Gate gate{{a.h, ALL, a.epoch}, {a.kv, MAPPED, a.epoch}, a.q_weight, a.k_weight, a.eps};
-  return engram_look_up<NGRAM, HASH_HEADS, DIM>(s, LOOK_UP, a.epoch, hash, a.table, a.scales, true, a.rows_out) &&
-         gate.dots(s, DOTS, a.epoch, a.dots) && gate.add(s, ADD, a.epoch, {a.dots, Gate::DOTS, a.epoch}, a.next);
+  return engram_look_up<F32, F32, NGRAM, HASH_HEADS, DIM>(s, LOOK_UP, a.epoch, hash, a.table, a.scales, true,
+                                                          a.rows_out) &&
+         gate.dots(s, DOTS, a.epoch, a.dots) &&
+         gate.add(s, ADD, a.epoch, {a.dots, Gate::DOTS, a.epoch},
+                  [&](int row, int channel, const f32(&v)[STREAMS][2], bool there) {
+                    for (int i = 0; there && i < 2 * STREAMS; ++i)
+                      put(a.next + row * ALL + i / 2 * HIDDEN + channel + i % 2, v[i / 2][i % 2], a.epoch);
+                  });
 }
 
 KERNEL void engram(const Args* args) {

@@ -7,10 +7,10 @@
 struct Args {  // mirrored in test_sink_attend.py
   u32 rows, epoch, poll_limit, max_pages, max_splits, window, ratio, k;
   f32 scale;
-  const f32 *given, *sinks, *rope;                // given [rows][HEADS][D]
+  const f32 *given, *squares, *sinks, *rope;      // given [rows][HEADS][D], squares [rows][HEADS][D / 16] or null
   const u32 *positions, *slots, *table, *listed;  // listed [rows][k]
   const void *own_window, *own_entry;             // [rows][D], as the caches have them
-  Pair *query, *window_flags, *entry_flags, *selection_flags, *split_flags, *merged;
+  Pair *query, *query_squares, *window_flags, *entry_flags, *selection_flags, *split_flags, *merged;
   u32* selection;
   void *ring, *entries;
   f32 *out, *stat;
@@ -25,8 +25,11 @@ DEVICE void copy_entry(void* to, u64 place, const void* own, int row, u32 tag) {
     store_device((u32*)to + place * WORDS + w, load_constant((const u32*)own + row * WORDS + w), tag);
 }
 DEVICE void load(Step& s, const Args& a, const SinkEntries& from) {
+  constexpr int PARTS = HEADS * D / 16;
   for (int row = s.first_task(); row < (int)s.rows; row += n_blocks()) {
     s.begin(LOAD, row, a.epoch);
+    for (int k = thread_id(); a.squares && k < PARTS; k += THREADS)
+      put(a.query_squares + row * PARTS + k, load_constant(a.squares + row * PARTS + k), a.epoch);
     for (int k = thread_id(); k < HEADS * D; k += THREADS)
       put(a.query + row * HEADS * D + k, load_constant(a.given + row * HEADS * D + k), a.epoch);
     bool own;
@@ -62,16 +65,19 @@ KERNEL void sink_attend(const Args* args) {
                    a.k};
   load(s, a, from);
   Of stage{{a.query, HEADS * D, a.epoch},
+           {a.squares ? a.query_squares : nullptr, HEADS * D / 16, a.epoch},
+           1e-6f,
            from,
            a.window_flags,
            a.entry_flags,
            a.selection_flags,
            a.epoch,
            a.epoch,
+           {{a.entry_flags, a.epoch}, {}, {}},
            a.scale,
            a.out,
            a.stat,
            a.split_flags,
            (int)a.max_splits};
-  if (!stage.attend(s, ATTEND, a.epoch) || !stage.merge(s, MERGE, a.epoch, a.sinks, a.rope, a.merged)) s.report();
+  if (!stage.attend(s, ATTEND, a.epoch) || !stage.merge<F32>(s, MERGE, a.epoch, a.sinks, a.rope, a.merged)) s.report();
 }

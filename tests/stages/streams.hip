@@ -22,9 +22,10 @@ DEVICE bool expand(Step& s, const PairRows& h, const PairRows& site, const PairR
       int row = i / 8, channel = task * 16 + i % 8 * 2;
       Pair got[2];
       ok = x.take(s, row, [channel](int j) { return channel + j; }, got) && ok;
-      ok = Of::expand(s, h, site, row, channel, {2 * value_of(got[0]), 2 * value_of(got[1])}, a.next, a.next_x,
-                      a.epoch) &&
+      f32 next[2];
+      ok = Of::expand(s, h, site, row, channel, {2 * value_of(got[0]), 2 * value_of(got[1])}, a.next, next, a.epoch) &&
            ok;
+      for (int j = 0; j < 2; ++j) put(a.next_x + row * HIDDEN + channel + j, next[j], a.epoch);
     }
     if (!s.all_ok(ok)) return false;
     s.end();
@@ -42,7 +43,11 @@ DEVICE bool run(Step& s, const Args& a) {
   Of streams{a.scale, a.base, a.norm_eps, a.eps};
   return Of::mix(s, MIX, a.epoch, h, a.weights, a.products) &&
          streams.site(s, SITE, a.epoch, a.rounds, products, a.site) &&
-         streams.collapse(s, COLLAPSE, a.epoch, products, h, a.x) && expand(s, h, site, {a.x, HIDDEN, a.epoch}, a);
+         streams.collapse(s, COLLAPSE, a.epoch, products, h,
+                          [&](int row, int channel, const f32(&x)[2], bool there) {
+                            for (int j = 0; there && j < 2; ++j) put(a.x + row * HIDDEN + channel + j, x[j], a.epoch);
+                          }) &&
+         expand(s, h, site, {a.x, HIDDEN, a.epoch}, a);
 }
 
 KERNEL void streams(const Args* args) {

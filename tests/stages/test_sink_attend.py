@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rocmega.cache import PAGE
-from rocmega.models.common.formulas import attention_partial, pair_angles
+from rocmega.models.common.formulas import attention_partial, inverse_rms, pair_angles
 from rocmega.models.deepseek import formulas
 from rocmega.models.deepseek.cache import places
 from tests.stages.kit import Region, function, run
@@ -25,16 +25,17 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 class Bench:
-    """Requests at POSITIONS; ratio 0: no compressed entries; k 0: all of them."""
+    """Requests at POSITIONS; ratio 0: no compressed entries; k 0: all of them; normed: queries come without a norm."""
 
-    def __init__(self, ratio: int, k: int, rows: int = 16, format: str = "F32"):
-        self.ratio, self.k, self.rows, self.format = ratio, k, rows, format
+    def __init__(self, ratio: int, k: int, rows: int = 16, format: str = "F32", normed: bool = False):
+        self.ratio, self.k, self.rows, self.format, self.normed = ratio, k, rows, format, normed
         self.dtype = torch.float32 if format == "F32" else torch.bfloat16
         order = torch.Generator().manual_seed(7)
         self.positions = torch.tensor(POSITIONS[:rows], dtype=torch.int32)
         self.slots = torch.randperm(SLOTS, generator=order)[:rows].to(torch.int32)
         self.table = torch.randperm(16 * MAX_PAGES, generator=order).view(16, MAX_PAGES)[:rows].to(torch.int32)
-        self.query = randn(16, HEADS, D, seed=1)[:rows].to(self.dtype).float().contiguous()
+        self.given = randn(16, HEADS, D, seed=1)[:rows].to(self.dtype).float().contiguous()
+        self.query = self.given * inverse_rms(self.given, 1e-6) if normed else self.given
         self.sinks = randn(HEADS, seed=2)
         self.ring = randn(SLOTS, WINDOW, D, seed=3).to(self.dtype)
         self.entries = randn(16 * MAX_PAGES, places(ratio or 1), D, seed=4).to(self.dtype)
@@ -62,18 +63,21 @@ class Bench:
         )
         max_splits = 2 + 10
         flags = Region(rows, pairs=True)
+        squares = self.given.square().view(rows, HEADS, -1, 16).sum(-1) if self.normed else None
         left = run(
             function(SOURCE, "sink_attend", sizes, ("load", "attend", "merge")),
             {
                 "rows": rows, "epoch": 4, "poll_limit": 10**6, "max_pages": MAX_PAGES, "max_splits": max_splits,
                 "window": WINDOW, "ratio": self.ratio, "k": self.k, "scale": SCALE,
-                "given": self.query, "sinks": self.sinks,
+                "given": self.given, "squares": squares, "sinks": self.sinks,
                 "rope": pair_angles(torch.arange(300), self.frequencies).contiguous(),
                 "positions": self.positions, "slots": self.slots, "table": self.table.contiguous(),
                 "listed": self.listed.contiguous(), "own_window": self.own_window.contiguous(),
                 "own_entry": self.own_entry.contiguous(),
-                "query": Region(rows * HEADS * D, pairs=True), "window_flags": flags, "entry_flags": flags,
-                "selection_flags": flags, "split_flags": Region(rows * max_splits, pairs=True),
+                "query": Region(rows * HEADS * D, pairs=True),
+                "query_squares": Region(rows * HEADS * D // 16, pairs=True),
+                "window_flags": flags, "entry_flags": flags,
+                "selection_flags": flags, "split_flags": Region(rows * max_splits * -(-HEADS // 16), pairs=True),
                 "merged": Region(rows * HEADS * D, pairs=True),
                 "selection": Region(rows * max(1, self.k), torch.int32),
                 "ring": Region(self.ring.numel(), self.dtype, before=self.ring),
@@ -106,11 +110,12 @@ class Bench:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "k", "format"), [(0, 0, "F32"), (128, 0, "F32"), (4, 8, "F32"), (1, 40, "F32"), (2, 32, "Bf16")]
+    ("ratio", "k", "format", "normed"),
+    [(0, 0, "F32", True), (128, 0, "F32", False), (4, 8, "F32", True), (1, 40, "F32", False), (2, 32, "Bf16", False)],
 )
-def test_attention(ratio, k, format):
+def test_attention(ratio, k, format, normed):
     """Float32 within 5e-6 of values around 1; bf16 entries and queries meet exactly, probabilities are 2^-17 exact."""
-    bench = Bench(ratio, k, format=format)
+    bench = Bench(ratio, k, format=format, normed=normed)
     torch.testing.assert_close(bench.run(), bench.expected(), atol=5e-6 if format == "F32" else 3e-5, rtol=0)
 
 

@@ -28,7 +28,7 @@ def site(hidden: int, rows: int, *, blocks: int, seed: int | None = None, rounds
     scale, base = 1 + 0.2 * randn(3, seed=3), 0.5 * randn(OUT, seed=4)
     of = function(SOURCE, "streams", f"constexpr int ROWS = 16, STREAMS = {STREAMS}, HIDDEN = {hidden};", STAGES)
     width = STREAMS * hidden
-    slices = 1 if width % 4096 else 8
+    slices = 1 if width % 512 else width // 512
     shapes = {"h": width, "products": slices * (OUT + 1), "site": OUT, "x": hidden, "next": width, "next_x": hidden}
     regions = {name: Region(rows * count, pairs=True) for name, count in shapes.items()}
     inputs = {"streams": streams, "weights": weights, "scale": scale, "base": base}

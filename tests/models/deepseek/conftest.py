@@ -103,13 +103,16 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def packed(tiny_checkpoint) -> Callable[..., tuple[DeepseekConfig, DeepseekWeights]]:
-    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`."""
+    """Configuration and packed weights of a tiny checkpoint; arguments as for `tiny_checkpoint`.
+
+    activations: what they are packed for.
+    """
 
     @cache
-    def made(*args, **options) -> tuple[DeepseekConfig, DeepseekWeights]:
+    def made(*args, activations: str = "auto", **options) -> tuple[DeepseekConfig, DeepseekWeights]:
         directory = tiny_checkpoint(*args, **options)
         config = from_dir(directory)
-        return config, pack(Checkpoint(directory), config)
+        return config, pack(Checkpoint(directory), config, activations=activations)
 
     return made
 

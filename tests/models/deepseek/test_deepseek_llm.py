@@ -1,11 +1,11 @@
-"""The public API on DeepSeek checkpoints: it runs, by the standard path, and says so."""
+"""The public API on DeepSeek checkpoints: it runs, by the mega-task where that can, and says so where it cannot."""
 
 from __future__ import annotations
 
 import pytest
 
 from rocmega import LLM, SamplingParams
-from rocmega.errors import RequestError
+from rocmega.errors import ConfigError, RequestError
 from rocmega.packing import pack_checkpoint
 from tests.models.deepseek.conftest import FAMILIES
 
@@ -13,24 +13,40 @@ GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_auto_falls_back_and_says_why(name, tiny_checkpoint, oracle, prompt):
+def test_prompts_are_continued_by_the_mega_task(name, tiny_checkpoint, oracle, prompt):
     directory = tiny_checkpoint(name)
-    with LLM(directory, device="host", max_model_len=128, max_rows=2) as llm:
+    with LLM(directory, device="host", max_model_len=128, max_rows=2, blocks=3) as llm:
         results = llm.generate([prompt.tolist(), prompt.tolist()[:9]], GREEDY)
         metrics = llm.metrics()
     assert results[0].outputs[0].token_ids == oracle(name)[0][:6]
     assert len(results[1].outputs[0].token_ids) == 6
+    assert metrics["mega_coverage"] == 1
+
+
+def test_draws_are_the_same_by_both_paths(tiny_checkpoint):
+    drawn = SamplingParams(max_tokens=5, temperature=0.8, top_k=20, presence_penalty=0.5, seed=3, ignore_eos=True)
+    answers = []
+    for path, options in (("mega", {"blocks": 3}), ("standard", {})):
+        directory = tiny_checkpoint("deepseek-v4-tiny")
+        with LLM(directory, device="host", path=path, max_model_len=128, max_rows=2, **options) as llm:
+            answers.append([each.outputs[0].token_ids for each in llm.generate([[1, 2, 3], [4] * 9], drawn)])
+    assert answers[0] == answers[1]
+
+
+OTHER_CACHE = {"device": "host", "max_model_len": 64, "max_rows": 1, "kv_cache_dtype": "published"}
+
+
+def test_what_the_mega_task_cannot_do_falls_back_and_says_why(tiny_checkpoint):
+    with LLM(tiny_checkpoint("deepseek-v4-tiny"), **OTHER_CACHE) as llm:
+        llm.generate([[1, 2, 3]], GREEDY)
+        metrics = llm.metrics()
     assert metrics["mega_coverage"] == 0
-    [reason] = metrics["fallback_reasons"]
-    assert "there is no mega-task for model family 'deepseek_v4" in reason
+    assert any("holds f32 values, not published ones" in reason for reason in metrics["fallback_reasons"])
 
 
 def test_nothing_falls_back_in_silence(tiny_checkpoint):
-    with (
-        pytest.raises(RequestError, match="there is no mega-task for model family 'deepseek_v4'"),
-        LLM(tiny_checkpoint("deepseek-v4-tiny"), device="host", path="mega", max_model_len=128) as llm,
-    ):
-        llm.generate([[1, 2, 3]], GREEDY)
+    with pytest.raises(ConfigError, match="its cache holds f32 values, not published ones"):
+        LLM(tiny_checkpoint("deepseek-v4-tiny"), path="mega", **OTHER_CACHE)
 
 
 def test_requests_that_wait_get_state_in_turn(tiny_checkpoint, prompt):

@@ -1,0 +1,57 @@
+// Linear maps whose weights have one format, as one of which the kernel chooses when it runs: so that their code stands once.
+// A stage of linear.h is made of the context C for the work at hand, and knows its number as STAGE_ID.
+#pragma once
+#include "stages/linear.h"
+
+template <class C, class F, class First, class... Others> struct OneOf {
+  C& c;
+  const u32 stage;
+
+  template <class Ask> DEVICE auto with(Ask ask) const {
+    if constexpr (sizeof...(Others) != 0)
+      if (stage != First::STAGE_ID) return OneOf<C, F, Others...>{c, stage}.with(ask);
+    return ask(First{c});
+  }
+  DEVICE int tasks() const {
+    return with([](auto s) { return s.tasks(); });
+  }
+  DEVICE int k() const {
+    return with([](auto s) { return s.k(); });
+  }
+  DEVICE int matrices() const {
+    return with([](auto s) { return s.matrices(); });
+  }
+  DEVICE int most() const {
+    return with([](auto s) { return s.most(); });
+  }
+  DEVICE bool light() const {
+    return with([](auto s) { return s.light(); });
+  }
+  DEVICE bool separate() const {
+    return with([](auto s) { return s.separate(); });
+  }
+  DEVICE int known() const {
+    return with([](auto s) { return s.known(); });
+  }
+  DEVICE int sure() const {
+    return with([](auto s) { return s.sure(); });
+  }
+  DEVICE bool decide(bool ok) const {
+    return with([&](auto s) { return s.decide(ok); });
+  }
+  DEVICE bool exists(int task) const {
+    return with([&](auto s) { return s.exists(task); });
+  }
+  DEVICE Source source(int task) const {
+    return with([&](auto s) { return s.source(task); });
+  }
+  DEVICE TileRow<F> rows_of(int task, int m) const {
+    return with([&](auto s) { return s.rows_of(task, m); });
+  }
+  DEVICE void ahead(int task, Output to, Kept& kept) const {
+    with([&](auto s) { s.ahead(task, to, kept); });
+  }
+  DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
+    with([&](auto s) { s.put(task, to, v, kept); });
+  }
+};
