@@ -22,7 +22,7 @@ template <class F, int WIDTH_E, int HIDDEN, bool SHARED_ONE = true> struct Exper
   static_assert(RING_WORDS == 0 || USED_WORDS - SHARES >= ACT_WORDS + WAVES * RING_WORDS, "");
   using Units = Ring<F, 2>;
   static constexpr int PAIRS = F::UNIT * F::ACT_BYTES / 4, OF_EXPERT = WIDTH_E * F::ACT_BYTES / 4, LOADS = PAIRS / 2;
-  static constexpr int BATCH = 4;
+  static constexpr int BATCH = 4, ROW_PIECES = (LOADS + WIDTH - 1) / WIDTH;  // a wave's loads of a row's unit
   static_assert(ROWS * F::UNIT16 <= MINE16, "one unit of all rows has to fit in a wave's part of LDS");
   static_assert(!IN_HALVES<F> || LOADS == WIDTH, "");
 
@@ -175,7 +175,7 @@ template <class F, int WIDTH_E, int HIDDEN, bool SHARED_ONE = true> struct Exper
     int lane = lane_id(), left = MINE16 / F::UNIT16, unit16 = wave_id() * MINE16;
     bool ok = true;
     u32 rows = 0;  // of the unit at hand, those still to be asked for
-    int expert = 0;
+    int expert = 0, piece = 0, put = 0;
     wave_barrier();
     for (count = 0; at.valid() || rows;) {
       const Pair* from[BATCH];
@@ -190,22 +190,23 @@ template <class F, int WIDTH_E, int HIDDEN, bool SHARED_ONE = true> struct Exper
           if (at.valid()) rows = chosen, left -= count_bits(chosen), ++count;
         }
         if (!rows) continue;
-        int row = lowest_bit(rows), pair = at.unit * PAIRS + lane * 2;
-        rows &= rows - 1;
-        static_assert(LOADS <= WIDTH, "");
-        if (lane < LOADS && pair < OF_EXPERT) from[b] = middle.at(row, place_of(expert, row) * OF_EXPERT + pair);
-        if (!rows) at.next(1);
+        int row = lowest_bit(rows), of_unit = piece * WIDTH + lane, pair = at.unit * PAIRS + of_unit * 2;
+        if (of_unit < LOADS && pair < OF_EXPERT) from[b] = middle.at(row, place_of(expert, row) * OF_EXPERT + pair);
         ++asked;
+        if (++piece < ROW_PIECES) continue;
+        piece = 0, rows &= rows - 1;
+        if (!rows) at.next(1);
       }
       ok = ok && s.collect_twos(middle.tag, from, got);
       UNROLL for (int b = 0; b < BATCH; ++b) {
         if (b >= asked) break;
         u32 words[2] = {got[b][0].payload, got[b][1].payload};
+        int of_unit = put * WIDTH + lane;
         if constexpr (IN_HALVES<F>)
           put_halves(unit16 * 4, words);
-        else if (lane < LOADS)
-          lds[unit16 * 4 + lane * 2] = words[0], lds[unit16 * 4 + lane * 2 + 1] = words[1];
-        unit16 += F::UNIT16;
+        else if (of_unit < LOADS)
+          lds[unit16 * 4 + of_unit * 2] = words[0], lds[unit16 * 4 + of_unit * 2 + 1] = words[1];
+        if (++put == ROW_PIECES) put = 0, unit16 += F::UNIT16;
       }
     }
     wave_barrier();
