@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +21,7 @@ from rocmega.errors import RequestError, StepError
 from rocmega.models.common.activations import choose
 from rocmega.models.common.kernel import ROWS, THREADS
 from rocmega.sampling.device import ChoiceTable
+from rocmega.step import StepResult
 from rocmega.timeline import CAPACITY, Timeline
 from rocmega.timeline import read as read_timeline
 from rocmega.toolchain import compile as compile_unit
@@ -39,19 +39,6 @@ if TYPE_CHECKING:
 POLL_LIMIT = 20_000_000  # polls before a wait gives up: some 10 s of a poll each half microsecond
 LAST_EPOCH = 1 << 31  # flags are compared as signed differences; regions begin anew before tags get that large
 ERROR_WORDS = 8  # of each block, after those of the launch: claimed, rank, stage, task, its tag, wanted, seen
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step gave.
-
-    Fields:
-        tokens: int32 [rows] on the CPU, as chosen; without a choice the largest logit (ties to the lowest id).
-        logits: f32 [rows, vocab] on the device, or None if they were not asked for; overwritten by the next step.
-    """
-
-    tokens: torch.Tensor
-    logits: torch.Tensor | None
 
 
 class DecodePath(ABC):

@@ -2,31 +2,11 @@
 // (hip/stages/linear.h says how they are run). A stage is made of the context for the sublayer at hand.
 #pragma once
 #include "deepseek/context.h"
+#include "stages/matrix_stage.h"
 #include "stages/one_of.h"
 #include "stages/rope.h"
 
-// What most stages have in common.
-struct MatrixStage {
-  Context& c;
-  DEVICE static constexpr int matrices() { return 1; }
-  DEVICE static constexpr int most() { return MOST_TILES; }
-  DEVICE static constexpr bool light() { return false; }
-  DEVICE static constexpr bool separate() { return false; }
-  DEVICE static constexpr int known() { return 1 << 30; }
-  DEVICE static constexpr int sure() { return 1 << 30; }
-  DEVICE static bool decide(bool) { return true; }
-  DEVICE static bool exists(int) { return true; }
-  DEVICE static void ahead(int, Output, Kept&) {}
-  template <class F, int K> DEVICE static TileRow<F> rows(const Matrix& m, int n, int row, u64 matrix = 0) {
-    return tile_row<F, K>(m.tiles, m.scales, n, matrix, row);
-  }
-  DEVICE static void put_f32(const PairRows& out, int at, Output to, const f32 (&v)[2], f32 scale = 1) {
-    if (to.there)
-      for (int j = 0; j < 2; ++j) put((Pair*)out.at(to.row, at + to.n + j), v[j] * scale, out.tag);
-  }
-  DEVICE static void put_activations_of(const PairRows& out, int at, Output to, const f32 (&v)[2]) {
-    if (to.there) put_words<Act>((Pair*)out.at(to.row, 0), at + to.n, v, out.tag);
-  }
+struct MatrixStage : MatrixStageOf<Context, Act> {
   DEVICE Source input() const { return {c.x_normed(c.version), nullptr, c.x_squares(c.version)}; }
   // The same in f32.
   DEVICE Source wide_input(u32 version) const { return {c.x(version), c.norm_of(version), c.x_squares(version)}; }

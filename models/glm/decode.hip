@@ -104,19 +104,20 @@ struct Decode : Context {
         if (stage == DOWN_SUM && !dense) return expert_down(t);
         if constexpr (!SAME<Linear, Expert>)
           if (stage == GATE_UP && !dense)
-            return linear<Expert, false>(s, stage, t, OneOf<Expert, GateUp<Expert>>{*this, stage});
+            return linear<Expert, false>(s, stage, t, OneOf<Context, Expert, GateUp<Expert>>{*this, stage});
         return linear<Linear, false>(
-            s, stage, t, OneOf<Linear, Down, Query, AttentionOutput, GateUp<Linear>, DenseDown>{*this, stage});
+            s, stage, t, OneOf<Context, Linear, Down, Query, AttentionOutput, GateUp<Linear>, DenseDown>{*this, stage});
       case LATENT_QUERY:
       case VALUE_UP:
       case HEAD:
         if constexpr (SAME<Head, Absorbed>)
-          return linear<Absorbed, false>(s, stage, t, OneOf<Absorbed, LatentQuery, ValueUp, Logits>{*this, stage});
-        if (stage == HEAD) return linear<Head, HEAD_WEIGHTED>(s, stage, t, OneOf<Head, Logits>{*this, stage});
-        return linear<Absorbed, false>(s, stage, t, OneOf<Absorbed, LatentQuery, ValueUp>{*this, stage});
+          return linear<Absorbed, false>(s, stage, t,
+                                         OneOf<Context, Absorbed, LatentQuery, ValueUp, Logits>{*this, stage});
+        if (stage == HEAD) return linear<Head, HEAD_WEIGHTED>(s, stage, t, OneOf<Context, Head, Logits>{*this, stage});
+        return linear<Absorbed, false>(s, stage, t, OneOf<Context, Absorbed, LatentQuery, ValueUp>{*this, stage});
       case INDEX_WEIGHTS:
       case ROUTER:
-        return linear<Exact, true>(s, stage, t, OneOf<Exact, IndexWeights, RouterLogits>{*this, stage});
+        return linear<Exact, true>(s, stage, t, OneOf<Context, Exact, IndexWeights, RouterLogits>{*this, stage});
       case CACHE_ENTRY:
         return cache_entry(t);
       case INDEX_SCORES:

@@ -2,31 +2,11 @@
 // (hip/stages/linear.h says how they are run). A stage is made of the context for the layer at hand.
 #pragma once
 #include "glm/context.h"
+#include "stages/matrix_stage.h"
+#include "stages/one_of.h"
 #include "stages/rope.h"
 
-// What most stages have in common.
-struct MatrixStage {
-  Context& c;
-  DEVICE static constexpr int matrices() { return 1; }
-  DEVICE static constexpr int most() { return MOST_TILES; }
-  DEVICE static constexpr bool light() { return false; }
-  DEVICE static constexpr bool separate() { return false; }
-  DEVICE static constexpr int known() { return 1 << 30; }
-  DEVICE static constexpr int sure() { return 1 << 30; }
-  DEVICE static bool decide(bool) { return true; }
-  DEVICE static bool exists(int) { return true; }
-  DEVICE static void ahead(int, Output, Kept&) {}
-  template <class F, int K> DEVICE static TileRow<F> rows(const Matrix& m, int n, int row, u64 matrix = 0) {
-    return tile_row<F, K>(m.tiles, m.scales, n, matrix, row);
-  }
-  DEVICE static void put_f32(const PairRows& out, int at, Output to, const f32 (&v)[2], f32 scale = 1) {
-    if (to.there)
-      for (int j = 0; j < 2; ++j) put((Pair*)out.at(to.row, at + to.n + j), v[j] * scale, out.tag);
-  }
-  DEVICE static void put_activations_of(const PairRows& out, int at, Output to, const f32 (&v)[2]) {
-    if (to.there) put_words<Act>((Pair*)out.at(to.row, 0), at + to.n, v, out.tag);
-  }
-};
+using MatrixStage = MatrixStageOf<Context, Act>;
 
 // in x(2l), normalized;  out low-rank query, times its norm's weight; latent and shared key; index key.
 struct Down : MatrixStage {
@@ -265,59 +245,5 @@ struct Logits : MatrixStage {
       if (c.a->logits)
         store_plain(c.a->logits + (u64)to.row * VOCAB + token, v[0][j] * scale, c.tag(2 * c.a->layers + 1));
     }
-  }
-};
-
-// One of several stages whose weights have one format, chosen when the kernel runs.
-template <class F, class First, class... Others> struct OneOf {
-  Context& c;
-  const u32 stage;
-
-  template <class Ask> DEVICE auto with(Ask ask) const {
-    if constexpr (sizeof...(Others) != 0)
-      if (stage != First::STAGE_ID) return OneOf<F, Others...>{c, stage}.with(ask);
-    return ask(First{c});
-  }
-  DEVICE int tasks() const {
-    return with([](auto s) { return s.tasks(); });
-  }
-  DEVICE int k() const {
-    return with([](auto s) { return s.k(); });
-  }
-  DEVICE int matrices() const {
-    return with([](auto s) { return s.matrices(); });
-  }
-  DEVICE int most() const {
-    return with([](auto s) { return s.most(); });
-  }
-  DEVICE bool light() const {
-    return with([](auto s) { return s.light(); });
-  }
-  DEVICE bool separate() const {
-    return with([](auto s) { return s.separate(); });
-  }
-  DEVICE int known() const {
-    return with([](auto s) { return s.known(); });
-  }
-  DEVICE int sure() const {
-    return with([](auto s) { return s.sure(); });
-  }
-  DEVICE bool decide(bool ok) const {
-    return with([&](auto s) { return s.decide(ok); });
-  }
-  DEVICE bool exists(int task) const {
-    return with([&](auto s) { return s.exists(task); });
-  }
-  DEVICE Source source(int task) const {
-    return with([&](auto s) { return s.source(task); });
-  }
-  DEVICE TileRow<F> rows_of(int task, int m) const {
-    return with([&](auto s) { return s.rows_of(task, m); });
-  }
-  DEVICE void ahead(int task, Output to, Kept& kept) const {
-    with([&](auto s) { s.ahead(task, to, kept); });
-  }
-  DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
-    with([&](auto s) { s.put(task, to, v, kept); });
   }
 };
