@@ -176,17 +176,20 @@ template <class Quantize> DEVICE void in_groups(Const<Args> p, Quantize quantize
     u32 count = p->n - from < AT_ONCE ? p->n - from : AT_ONCE;
     for (u32 i = thread_id(); i < count * 64; i += THREADS) lds[i] = load_constant((const u32*)p->a + from * 64 + i);
     block_barrier();
-    quantize((int)count);
+    int each = ((int)count + WAVES - 1) / WAVES, mine = wave_id() * each, left = (int)count - mine;  // a wave's own
+    quantize(mine, left < 0 ? 0 : left < each ? left : each);
     block_barrier();
     for (u32 i = thread_id(); i < count * 64; i += THREADS) store_plain(p->out + from * 64 + i, (u32)lds[i], 1);
     block_barrier();
   }
 }
 KERNEL void groups_fp8(const Args* args) {
-  in_groups(as_const(args), [](int groups) { quantize_fp8(groups, [](int i) { return i * 16; }); });
+  in_groups(as_const(args),
+            [](int first, int groups) { quantize_fp8(groups, [first](int i) { return (first + i) * 16; }); });
 }
 KERNEL void groups_mx(const Args* args) {
-  in_groups(as_const(args), [](int groups) { quantize_mx(groups * 4, [](int i) { return i * 4; }); });
+  in_groups(as_const(args),
+            [](int first, int groups) { quantize_mx(groups * 4, [first](int i) { return first * 16 + i * 4; }); });
 }
 
 // For n floats of a: out: exp_exact, out2: exp2_exact; then sigmoid and silu, n further on

@@ -14,7 +14,7 @@ SAYS = {
     "generate": [r"\[9, 2, 6\] -> \[(\d+, ){7}\d+\] length", r"100% of the tokens by the mega-task"],
     "stream": [r"(token \d+, log probability -\d+\.\d{3}\n){12}"],
     "own_batching": [r"first: \[(\d+, ){5}\d+\] length", r"late: \[(\d+, ){2}\d+\] abort", r"PageUse\(.*held=0"],
-    "coroutines": [r"\[5, 6\] -> \[(\d+, ){3}\d+\]", r"\{'mega': \d+, 'standard': 0\}"],
+    "coroutines": [r"\[5, 6\] -> \[(\d+, ){3}\d+\]", r"\{'mega': \d+, 'fused': 0, 'standard': 0\}"],
 }
 
 

@@ -23,7 +23,7 @@ def test_the_readme_snippet_runs_as_written(tmp_path):
     first, second, steps = done.stdout.splitlines()
     assert re.fullmatch(r"\[3, 1, 4, 1, 5\] -> \[(\d+, ){7}\d+\]", first)
     assert re.fullmatch(r"\[9, 2, 6\] -> \[(\d+, ){7}\d+\]", second)
-    assert steps == "{'mega': 8, 'standard': 0}"
+    assert steps == "{'mega': 8, 'fused': 0, 'standard': 0}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
