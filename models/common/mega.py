@@ -1,4 +1,4 @@
-"""What a family's mega-task path needs whatever the model: launches, hand-off regions, results, errors.
+"""What the mega-task paths of all families share: launches, hand-off regions, results, errors.
 
 A family's own is its kernel, the regions of its descriptor, and how it fills in weights, caches and a step's input.
 """
@@ -53,7 +53,7 @@ class DecodePath(ABC):
 
     Fields of a family's class:
         kernel: its module `kernel`: KERNEL, FOLDER, lds_words() and unit().
-        tokens_per_launch: how many a launch can run; more than one with `decode_many`.
+        tokens_per_launch: how many a launch can run.
     """
 
     kernel: ModuleType
@@ -87,7 +87,7 @@ class DecodePath(ABC):
         self.max_rows, self.max_model_len, self.stamped, self.group = max_rows, max_model_len, timeline, group
         self.activations = choose(weights.formats, activations)
         self.max_pages = -(-max_model_len // PAGE)
-        self.layer_splits = _split_layers(config.num_hidden_layers, mega_tasks)
+        self.layer_splits = split_layers(self._section(), mega_tasks)
         self._header = descriptor.load(self.kernel.FOLDER / "descriptor.h")
         self._function = self._load(artifact)
         resident = driver.max_blocks(self._function, THREADS, self._dynamic_lds)
@@ -136,14 +136,19 @@ class DecodePath(ABC):
         self._block_table[:rows, :pages] = batch.block_table[:, :pages]
         self._place_rows(batch)
         self._args.rows = rows
-        self._logits = logits
-        self._chosen = choices is not None and any(choice is not None for choice in choices)
-        if self._chosen and self.weights.tp > 1:
+        drawn = choices if choices is not None and any(choice is not None for choice in choices) else None
+        self._logits, self._leaves_logits = logits, logits or drawn is not None
+        self._chosen = drawn is not None
+        if drawn is not None:
+            self._place_choices(drawn)
+
+    def _place_choices(self, drawn: Sequence[Choice | None]) -> None:
+        """Some row's token is not its largest logit. Raises RequestError if that cannot be."""
+        if self.weights.tp > 1:
             raise RequestError(
                 "ranks that share a vocabulary choose greedily: leave sampling out, or use path='standard'."
             )
-        if choices is not None and self._chosen:
-            self._choices.place(choices)
+        self._choices.place(drawn)
 
     def enqueue(self) -> None:
         """Launches the step that was placed, without waiting for it. Once more, it gives the same again."""
@@ -154,7 +159,7 @@ class DecodePath(ABC):
         """The same, one launch at a time: yields each one's last layer."""
         args = self._args
         args.epoch = self._next_epoch(self._count)
-        args.logits = self._regions["logits"].address if self._logits or self._chosen else 0
+        args.logits = self._regions["logits"].address if self._leaves_logits else 0
         args.choices = self.driver.constant(self._choices.choices) if self._chosen else 0
         for begin, end in self.layer_splits:
             args.layer_begin, args.layer_end = begin, end
@@ -190,6 +195,9 @@ class DecodePath(ABC):
 
     def close(self) -> None:
         """Frees what the launches write; the cache and the weights are the caller's. Ranks close together."""
+        self._close_regions()
+
+    def _close_regions(self) -> None:
         for symmetric in reversed(self._symmetric.values()):
             symmetric.close()
         for buffer in self._regions.values():
@@ -239,10 +247,13 @@ class DecodePath(ABC):
         stages = descriptor.load(self.kernel.FOLDER / "stages.h").enums["Stage"]
         return self.driver.load(artifact).function(self.kernel.KERNEL, [name.lower() for name in stages])
 
-    def _launch(self, function: Function | None = None) -> None:
+    def _launch(self) -> None:
+        self.driver.launch(self._function, *self._launch_shape())
+
+    def _launch_shape(self) -> tuple[int, int, int, int]:
+        """Address of the arguments, as they are now; blocks, threads, bytes of dynamic LDS."""
         self._args_bytes.copy_(torch.frombuffer(bytearray(self._args), dtype=torch.uint8))
-        address = self.driver.constant(self._args_bytes)
-        self.driver.launch(function or self._function, address, self.blocks, THREADS, self._dynamic_lds)
+        return self.driver.constant(self._args_bytes), self.blocks, THREADS, self._dynamic_lds
 
     def _raise_if_given_up(self) -> None:
         launch, *blocks = self._view("error", torch.int32).view(-1, ERROR_WORDS).tolist()
@@ -262,9 +273,13 @@ class DecodePath(ABC):
         error = StepError(*facts, peer=peer - 1 if peer else None)
         raise StepError(*facts, self.group.failure(str(error)), peer=error.peer) if self.group else error
 
+    @property
+    def _tags_of_token(self) -> int:
+        return 2 * self.config.num_hidden_layers + 2
+
     def _next_epoch(self, tokens: int) -> int:
         """Tags of a token are epoch ... epoch + 2 * layers + 1, and grow."""
-        span = 2 * self.config.num_hidden_layers + 2
+        span = self._tags_of_token
         if self._epoch + (tokens + 1) * span >= LAST_EPOCH:
             self._open_regions()
         self._epoch += tokens * span
@@ -272,7 +287,7 @@ class DecodePath(ABC):
 
     def _open_regions(self) -> None:
         """Fresh regions, all zero, with epochs from the start: no tag of before can be taken for one of later."""
-        self.close()
+        self._close_regions()
         self._epoch = 0
         sizes = self._region_bytes()
         if self.stamped:
@@ -315,6 +330,10 @@ class DecodePath(ABC):
         for number, (entry, layer) in enumerate(zip(table, self.weights.layers, strict=True)):
             self._fill_layer(entry, number, layer)
         args.weights = self._table(table)
+
+    def _section(self) -> range:
+        """The layers that this node runs."""
+        return range(self.config.num_hidden_layers)
 
     def _symmetric_bytes(self) -> dict[str, tuple[int, int]]:
         return symmetric_bytes(self.config.hidden_size, self.weights.tp)
@@ -378,11 +397,12 @@ def symmetric_bytes(hidden: int, tp: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def _split_layers(layers: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges of layers, as even as can be."""
+def split_layers(section: range, parts: int) -> list[tuple[int, int]]:
+    """Contiguous ranges of a node's layers, as even as can be."""
+    layers = len(section)
     if not 1 <= parts <= layers:
         raise RequestError(
             f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks."
         )
-    borders = [layers * part // parts for part in range(parts + 1)]
+    borders = [section[0] + layers * part // parts for part in range(parts + 1)]
     return list(itertools.pairwise(borders))

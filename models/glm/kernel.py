@@ -94,6 +94,11 @@ def _exact_faults(config: GlmConfig, formats: Formats, target: str) -> Iterable[
         yield f"the experts' shares and activations would take {experts} words of {words}"
 
 
+def lds_words(_: GlmConfig, target: str) -> int:
+    """Words of the large LDS array."""
+    return LDS_WORDS[target]
+
+
 def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, activations: str = "auto") -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
     activations = choose(formats, activations)

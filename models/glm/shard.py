@@ -8,13 +8,11 @@ large.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING
 
 from rocmega.checkpoint.tiles import scaled
 from rocmega.errors import RequestError
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.kernel import ROWS
 from rocmega.packing.plan import divide
 
 if TYPE_CHECKING:
@@ -40,27 +38,6 @@ def first_layers(config: GlmConfig, layers: int) -> GlmConfig:
         dense_layers=config.dense_layers[:layers],
         full_index=config.full_index[:layers],
     )
-
-
-def split_layers(section: range, parts: int) -> list[tuple[int, int]]:
-    """Contiguous ranges of a node's layers, as even as can be."""
-    layers = len(section)
-    if not 1 <= parts <= layers:
-        raise RequestError(
-            f"mega_tasks={parts}: a stack of {layers} layers can be split into 1 to {layers} mega-tasks."
-        )
-    borders = [section[0] + layers * part // parts for part in range(parts + 1)]
-    return list(itertools.pairwise(borders))
-
-
-def symmetric_bytes(config: GlmConfig, tp: int) -> dict[str, tuple[int, int]]:
-    """Sizes of what all ranks write, by field of DecodeArgs, and the stride from one rank's place to the next one's."""
-    place = ROWS * config.hidden_size * 8
-    return {
-        "parts": (2 * tp * place, place),
-        "candidates": (tp * ROWS * 2 * 8, ROWS * 2 * 8),
-        "alarms": (4, 0),
-    }
 
 
 def alone(weights: GlmWeights) -> GlmWeights:

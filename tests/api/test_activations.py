@@ -79,7 +79,7 @@ def test_weights_are_packed_for_the_device(tiny_checkpoint, monkeypatch):
     checkpoint = tiny_checkpoint("glm-5.2-tiny", "fp8")
     expected = generate(checkpoint, path="standard")
     built = []
-    monkeypatch.setattr("rocmega.models.glm.mega.compile_unit", lambda unit, target: built.append((unit, target)))
+    monkeypatch.setattr("rocmega.models.common.mega.compile_unit", lambda unit, target: built.append((unit, target)))
     monkeypatch.setattr("rocmega.drivers.select.pick", lambda *_, **__: Mi300x())
     monkeypatch.setattr("rocmega.fused.steps.find_spec", lambda name: None)  # else Triton's interpreter plays the GPU
     tokens, _, _, steps = generate(checkpoint, path="auto")

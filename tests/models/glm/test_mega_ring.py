@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rocmega.errors import DriverError, RequestError
-from rocmega.models.glm import mega
+from rocmega.models.common import mega
 from rocmega.step import StepBatch
 from tests.models.glm.kit import Bench
 
