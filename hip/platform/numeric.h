@@ -9,6 +9,8 @@ template <class To, class From> DEVICE To bits(From from) {
   return to;
 }
 
+DEVICE f32 larger(f32 a, f32 b) { return a > b ? a : b; }
+
 // bf16, nearest even. A NaN stays one.
 DEVICE u32 to_bf16(f32 f) {
   u32 u = bits<u32>(f);

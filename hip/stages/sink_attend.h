@@ -147,7 +147,6 @@ template <class F, int HEADS, int D, int ROPE> struct SinkAttend {
   }
 
  private:
-  DEVICE static f32 larger(f32 a, f32 b) { return a > b ? a : b; }
   DEVICE static void turn_back(const f32* table, u32 position, int channel, f32 (&v)[2]) {
     f32 swapped[2] = {v[1], v[0]};  // turning the mirrored pair forward is turning the pair back
     rotate<ROPE>(table, position, channel, swapped);

@@ -6,8 +6,6 @@
 // 16-byte units from a group's first to its scale.
 constexpr int FP8_GROUP_SCALE16 = 8, MX_GROUP_SCALE16 = 2;
 
-DEVICE f32 larger(f32 a, f32 b) { return a > b ? a : b; }
-
 // N bf16 of LDS, from 16-byte unit `at` on, and the largest magnitude.
 template <int N> DEVICE f32 load_group(int at, f32 (&v)[N]) {
   f32 most = 0;

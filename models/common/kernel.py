@@ -16,6 +16,8 @@ SPLIT = 32  # entries of an attention task, as in hip/stages/attend.h and sink_a
 # gfx950, 227 KB on sm_90, less some 5 KB of small arrays. The CPU target is as tight as the tightest.
 LDS_WORDS = {"host": 15168, "gfx942": 15168, "gfx950": 38912, "sm_90": 55296}
 
+ZERO_WORDS = 128  # of it, as in hip/tile/lds.h
+
 # Kernel type of a packed format (hip/tile/format.h), by the activations it meets.
 FORMATS = {
     "f32": {"f32": "F32", "bf16": "F32", "fp8": "F32"},
@@ -69,6 +71,30 @@ def check_formats(
         raise ConfigError(
             f"FP8 activations meet weights in the FP8 of {target}'s instructions, {native}, and these are "
             f"{formats.linear}. Pack the checkpoint for {target} (rocmega pack), or use bf16 activations."
+        )
+
+
+def waves(target: str) -> int:
+    """Of a block."""
+    return 8 if target == "sm_90" else 4
+
+
+def exact_attention(entry: int, words: int, target: str) -> Iterator[str]:
+    """Where attention in float32 needs more LDS than `words`, as hip/stages/attend_tile.h lays it out.
+
+    entry: channels of a query or cache entry.
+    """
+    attention = (16 + SPLIT) * (entry + 4) + waves(target) // 2 * 16 * SPLIT
+    if attention > words:
+        yield f"attention's queries and cache entries would take {attention} words of {words}"
+
+
+def check_exact(faults: Iterator[str], target: str) -> None:
+    """Raises ConfigError if float32 activations need more LDS than there is."""
+    if found := list(faults):
+        raise ConfigError(
+            f"f32 activations of this model do not fit into {target}'s LDS: {'; '.join(found)}. Use the standard "
+            "path, or bf16 activations."
         )
 
 

@@ -70,9 +70,6 @@ struct Context {
   DEVICE PairRows of_layer(Pair* region, int width) const {
     return {slot(region, layer(), width), (u32)width, next_tag()};
   }
-  DEVICE PairRows of_version(Pair* region, int width) const {
-    return {slot(region, version, width), (u32)width, next_tag()};
-  }
 
   // The kind of entries that the layer attends to, and what of it this layer makes itself.
   DEVICE bool makes_entries() const { return w()->kind && w()->source == layer(); }

@@ -13,9 +13,11 @@ from rocmega.models.common.kernel import (
     FORMATS,
     LDS_WORDS,
     ROWS,
-    SPLIT,
     THREADS,
+    ZERO_WORDS,
+    check_exact,
     check_formats,
+    exact_attention,
     header_text,
     multiples,
 )
@@ -128,14 +130,6 @@ def _faults(config: DeepseekConfig, tp: int) -> Iterable[str]:
         yield f"hidden_size {config.hidden_size} per rank is not a multiple of 16"
 
 
-def _exact_faults(config: DeepseekConfig, formats: Formats, target: str) -> Iterable[str]:
-    """Where float32 activations need more LDS than there is, as hip/stages/attend_tile.h and experts.h lay it out."""
-    words, waves = lds_words(config, target), 8 if target == "sm_90" else 4
-    attention = (16 + SPLIT) * (config.head_dim + 4) + waves // 2 * 16 * SPLIT
-    if attention > words:
-        yield f"attention's queries and entries would take {attention} words of {words}"
-
-
 def lds_words(config: DeepseekConfig, target: str) -> int:
     """Words of the large LDS array: experts beyond 256 take three of them each."""
     return LDS_WORDS[target] - max(0, config.n_routed_experts - THREADS) * 4
@@ -146,11 +140,8 @@ def model_header(config: DeepseekConfig, formats: Formats, target: str, tp: int 
     activations = choose(formats, activations)
     shape, kinds = Shape.of(config, tp), Kinds.of(config).kinds
     check_formats(formats, target, activations, KNOWN)
-    if activations == "f32" and (faults := list(_exact_faults(config, formats, target))):
-        raise ConfigError(
-            f"f32 activations of this model do not fit into {target}'s LDS: {'; '.join(faults)}. Use the standard "
-            "path, or bf16 activations."
-        )
+    if activations == "f32":
+        check_exact(exact_attention(config.head_dim, lds_words(config, target) - ZERO_WORDS, target), target)
     sizes = {
         "ROWS": ROWS,
         "RANKS": tp,

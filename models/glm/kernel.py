@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from rocmega.cache import PAGE
 from rocmega.errors import ConfigError
-from rocmega.models.common.kernel import FORMATS, check_formats, header_text, multiples
+from rocmega.models.common.kernel import (
+    FORMATS,
+    ZERO_WORDS,
+    check_exact,
+    check_formats,
+    exact_attention,
+    header_text,
+    multiples,
+    waves,
+)
 from rocmega.models.common.kernel import LDS_WORDS as LDS_WORDS
 from rocmega.models.common.kernel import ROWS as ROWS
 from rocmega.models.common.kernel import SPLIT as SPLIT
@@ -20,7 +29,7 @@ from rocmega.models.glm.config import GlmConfig
 from rocmega.toolchain import Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from rocmega.models.glm.weights import Formats
 
@@ -79,17 +88,13 @@ def _tile_faults(config: GlmConfig, tp: int) -> Iterable[str]:
         yield f"num_experts_per_tok {config.num_experts_per_tok} is more than 14"
 
 
-def _exact_faults(config: GlmConfig, formats: Formats, target: str) -> Iterable[str]:
-    """Where float32 activations need more LDS than there is, as lds.h, attend.h and experts.h lay it out."""
-    zeros, ring = 128, 8 * 272 if target == "sm_90" else 0  # of a wave
-    words, waves = LDS_WORDS[target] - zeros, 8 if target == "sm_90" else 4
-    entry = config.latent_dim + 4  # of a query or cache entry, words
-    attention = (16 + SPLIT) * entry + waves // 2 * 16 * SPLIT
-    if attention > words:
-        yield f"attention's queries and cache entries would take {attention} words of {words}"
+def _exact_faults(config: GlmConfig, formats: Formats, target: str) -> Iterator[str]:
+    """Where float32 activations need more LDS than there is, as lds.h, attend_tile.h and experts.h lay it out."""
+    words, ring = lds_words(config, target) - ZERO_WORDS, 8 * 272 if target == "sm_90" else 0  # ring: of a wave
+    yield from exact_attention(config.latent_dim, words, target)
     depth = {"f32": 16, "bf16": 32}.get(formats.expert, 128)  # of a unit
     shares = ROWS * (config.num_experts_per_tok + 1) * min(2, -(-config.moe_intermediate_size // depth)) * TILE_ROWS
-    experts = shares + waves * (ring + ROWS * depth)  # a unit of all rows for each wave
+    experts = shares + waves(target) * (ring + ROWS * depth)  # a unit of all rows for each wave
     if experts > words:
         yield f"the experts' shares and activations would take {experts} words of {words}"
 
@@ -104,11 +109,8 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
     activations = choose(formats, activations)
     shape = Shape.of(config, tp)
     check_formats(formats, target, activations)
-    if activations == "f32" and (faults := list(_exact_faults(config, formats, target))):
-        raise ConfigError(
-            f"f32 activations of this model do not fit into {target}'s LDS: {'; '.join(faults)}. Use the standard "
-            "path, or bf16 activations."
-        )
+    if activations == "f32":
+        check_exact(_exact_faults(config, formats, target), target)
     if formats.dense != formats.linear:
         raise ConfigError(
             f"The mega-task wants the dense layers' matrices in the format of attention's, and here they are "
@@ -118,7 +120,7 @@ def model_header(config: GlmConfig, formats: Formats, target: str, tp: int = 1, 
         "ROWS": ROWS,
         "RANKS": tp,
         "PAGE": PAGE,
-        "LDS_WORDS": LDS_WORDS[target],
+        "LDS_WORDS": lds_words(config, target),
         "HIDDEN": config.hidden_size,
         "VOCAB": shape.vocab,
         "HEADS": shape.heads,
