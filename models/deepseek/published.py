@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from rocmega.checkpoint.layouts import examine
@@ -69,6 +69,16 @@ def published_formats(config: DeepseekConfig) -> Formats:
     """As the checkpoints of DeepSeek are published."""
     linear = "fp8" if config.scale_block == 128 else f"fp8_{config.scale_block}"
     return Formats(linear, "bf16", "mxfp4", "mxfp8" if config.engram else "")
+
+
+def named_formats(config: DeepseekConfig, format: str | None) -> Formats:
+    """Of a model by name, whose big matrices somebody wants in f32, bf16, fp8, or mxfp4, of experts; None: published."""
+    published = published_formats(config)
+    if format is None or format == "mxfp4":
+        return published
+    if format == "fp8":
+        return replace(published, expert=published.linear)
+    return Formats(format, format, table=format if config.engram else "")
 
 
 def layer_tensors(config: DeepseekConfig, layer: int) -> Expected:

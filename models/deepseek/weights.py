@@ -21,6 +21,7 @@ from rocmega.models.deepseek.plan import plan
 from rocmega.models.deepseek.published import Formats as Formats
 from rocmega.models.deepseek.published import check as check
 from rocmega.models.deepseek.published import expected_tensors as expected_tensors
+from rocmega.models.deepseek.published import named_formats as named_formats
 from rocmega.models.deepseek.published import published_formats as published_formats
 from rocmega.packing.plan import Plan
 

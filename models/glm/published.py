@@ -167,6 +167,14 @@ def published_formats(config: GlmConfig) -> Formats:
     return Formats("fp8", "bf16")
 
 
+def named_formats(config: GlmConfig, format: str | None) -> Formats:
+    """Of a model by name, whose big matrices somebody wants in f32, bf16, fp8, or mxfp4, of experts; None: published."""
+    if format is None:
+        return published_formats(config)
+    linear = "fp8" if format == "mxfp4" else format
+    return Formats(linear, "f32" if format == "f32" else "bf16", format)
+
+
 def check(checkpoint: Checkpoint, config: GlmConfig) -> Formats:
     """Compares the files' headers with what the configuration asks for, and finds the formats they are stored in.
 

@@ -22,6 +22,7 @@ from rocmega.models.glm.published import Formats as Formats
 from rocmega.models.glm.published import check as check
 from rocmega.models.glm.published import expected_tensors as expected_tensors
 from rocmega.models.glm.published import layer_tensors as layer_tensors
+from rocmega.models.glm.published import named_formats as named_formats
 from rocmega.models.glm.published import published_formats as published_formats
 from rocmega.models.glm.published import scale_name as scale_name
 from rocmega.packing.plan import Plan

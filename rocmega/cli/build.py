@@ -19,7 +19,7 @@ def build(
         [], metavar="ARCH", help="host, gfx942, gfx950 or sm_90; repeatable. By default all that have a compiler here."
     ),
     out: Path | None = typer.Option(None, metavar="DIR", help="Also leave the files here; see ROCMEGA_PREBUILT."),
-    format: str | None = typer.Option(None, help="Of a named model's big matrices: f32, bf16 or fp8."),
+    format: str | None = typer.Option(None, help="Of a named model's big matrices: f32, bf16, fp8 or mxfp4."),
     activations: str = typer.Option("auto", help="What big matrices meet: bf16, fp8 or f32, as for rocmega decode."),
     tensor_parallel_size: int = typer.Option(1, min=1, help="How many GPUs share the model."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),

@@ -12,7 +12,7 @@ from rocmega.errors import RequestError
 if TYPE_CHECKING:
     from rocmega.toolchain import Unit
 
-FORMATS = ("f32", "bf16", "fp8")
+FORMATS = ("f32", "bf16", "fp8", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def units(model: str, format: str | None, ranks: int, activations: str = "auto")
     """From a target to what is compiled for it, for weights as they are packed for it.
 
     model: a checkpoint directory, whose formats count, or a model that we know by name, such as "glm-5.2". format: of
-    the big matrices of a named model, by default that of its published FP8 checkpoint, and f32 for the tiny ones.
+    the big matrices of a named model, by default as its checkpoint is published, and f32 for the tiny ones.
     activations: as for `rocmega.LLM`.
     """
     if ranks < 1:
@@ -67,8 +67,7 @@ def describe(model: str, format: str | None) -> Described:
     weights = registry.family_module(family, "weights")
     config = registry.family_module(family, "config").from_dict(fields)
     if model in named:
-        linear = format or ("f32" if model.endswith("-tiny") else "fp8")
-        stored = weights.Formats(linear=linear, island="f32" if linear == "f32" else "bf16")
+        stored = weights.named_formats(config, format or ("f32" if model.endswith("-tiny") else None))
     else:
         from rocmega.checkpoint import Checkpoint
 

@@ -15,7 +15,7 @@ from rocmega.errors import CheckpointError, ConfigError
 from rocmega.models.common.weights import carry_out
 from rocmega.models.deepseek.config import from_dict, from_dir
 from rocmega.models.deepseek.presets import preset, write_checkpoint
-from rocmega.models.deepseek.published import QUANTIZABLE, Formats, layer_tensors, published_formats
+from rocmega.models.deepseek.published import QUANTIZABLE, Formats, layer_tensors, named_formats, published_formats
 from rocmega.models.deepseek.weights import assemble, check, expected_tensors, plan, plan_of
 from rocmega.packing import open_pack, pack_checkpoint
 from tests.models.deepseek.conftest import FAMILIES, Model, load
@@ -34,6 +34,7 @@ from tests.models.deepseek.conftest import FAMILIES, Model, load
 def test_formats(name, dtype, formats, tiny_checkpoint):
     directory = tiny_checkpoint(name, dtype)
     assert check(Checkpoint(directory), from_dir(directory)) == formats
+    assert named_formats(from_dir(directory), dtype) == formats
     assert formats.cache == ("f32" if dtype == "f32" else "bf16")
 
 
