@@ -72,7 +72,7 @@ def published_formats(config: DeepseekConfig) -> Formats:
 
 
 def named_formats(config: DeepseekConfig, format: str | None) -> Formats:
-    """Of a model by name, whose big matrices somebody wants in f32, bf16, fp8, or mxfp4, of experts; None: published."""
+    """Of a model by name; format: f32, bf16, fp8, or mxfp4, which is of experts; None: as published."""
     published = published_formats(config)
     if format is None or format == "mxfp4":
         return published

@@ -168,7 +168,7 @@ def published_formats(config: GlmConfig) -> Formats:
 
 
 def named_formats(config: GlmConfig, format: str | None) -> Formats:
-    """Of a model by name, whose big matrices somebody wants in f32, bf16, fp8, or mxfp4, of experts; None: published."""
+    """Of a model by name; format: f32, bf16, fp8, or mxfp4, which is of experts; None: as published."""
     if format is None:
         return published_formats(config)
     linear = "fp8" if format == "mxfp4" else format

@@ -13,7 +13,7 @@ def inspect(
     ),
     model: str | None = typer.Option(None, help="Its kernels instead: a checkpoint directory, or a model by name."),
     arch: str | None = typer.Option(None, help="gfx942, gfx950 or sm_90. Of kernels, gfx950 by default."),
-    format: str | None = typer.Option(None, help="Of a named model's big matrices, for kernels: f32, bf16, fp8, mxfp4."),
+    format: str | None = typer.Option(None, help="Of a named model's big matrices: f32, bf16, fp8 or mxfp4."),
     activations: str = typer.Option("auto", help="Of kernels: what big matrices meet, as for rocmega decode."),
     tensor_parallel_size: int | None = typer.Option(
         None, "--tensor-parallel-size", "--tp", min=1, help="How many GPUs share the model: of kernels, by default 8."
