@@ -164,6 +164,7 @@ DEVICE Pair load_flag(const Pair* p, u32 tag) { return load_pair(p, tag); }
 DEVICE void store_pair_system(Pair* p, Pair v) { store_system(p, v, v.tag); }
 DEVICE Pair load_pair_system(const Pair* p, u32 tag) { return load_system(p, tag); }
 DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }
+DEVICE void publish_system(Pair* p, Pair v) { store_pair_system(p, v); }
 DEVICE bool claim(u32* p) {
   u32 zero = 0;
   return __hip_atomic_compare_exchange_strong((GLOBAL u32*)p, &zero, 1u, __ATOMIC_RELAXED, __ATOMIC_RELAXED,

@@ -136,6 +136,7 @@ DEVICE void load_pairs(const Pair* p, u32 tag, Pair (&got)[2]) {
   got[0] = load_pair(p, tag), got[1] = load_pair(p + 1, tag);
 }
 DEVICE void publish(Pair* p, Pair v) { store_pair(p, v); }
+DEVICE void publish_system(Pair* p, Pair v) { store_pair_system(p, v); }
 DEVICE bool claim(u32* p) { return host::claim(p); }
 DEVICE void drain() {
   if (host::checking) host::drain();

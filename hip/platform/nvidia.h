@@ -196,6 +196,10 @@ DEVICE void publish(Pair* p, Pair v) {
   release_device();
   store_pair(p, v);
 }
+DEVICE void publish_system(Pair* p, Pair v) {
+  release_system();
+  store_pair_system(p, v);
+}
 
 // Tiles: half the lanes of an AMD wave, so each holds a chunk of two rows.
 #define FP8_FNUZ 0

@@ -24,6 +24,7 @@
 //            load_pairs(p, tag, Pair(&)[2])        two neighbours, from a 16-byte address; each arrives whole, in any order
 //            store_pair_system(p, Pair) load_pair_system(p, tag)   the same for memory that other ranks write
 //            publish(p, Pair)                      the pair store that announces what the whole block stored and drained
+//            publish_system(p, Pair)               the same, to a rank that it was stored for
 //            drain()                               collective over the wave: its stores have arrived (in L2 if plain, in
 //                                                  memory otherwise)
 //            release_device() acquire_device() release_system() acquire_system()

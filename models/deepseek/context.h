@@ -155,8 +155,8 @@ struct Context {
   // The same, where of several ranks y is this one's share.
   DEVICE void add_share(int row, int channel, const f32 (&y)[2], bool there) {
     if constexpr (RANKS > 1) {
-      u64 at = parts_of(version + 1, s.rank, HIDDEN) + row * HIDDEN + channel;
-      if (there) push(s.rank, a->parts, at, {bits<u32>(y[0]), bits<u32>(y[1])}, next_tag());
+      u32 at = row * HIDDEN + channel;
+      if (there) give_share<HIDDEN>(s.rank, a->parts, version + 1, at, {bits<u32>(y[0]), bits<u32>(y[1])}, next_tag());
     } else {
       spread(row, channel, y, there);
     }

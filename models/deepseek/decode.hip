@@ -152,7 +152,7 @@ struct Decode : Context {
   DEVICE bool reduce() {
     a = fresh(a);
     return reduce_ranks<HIDDEN>(
-        s, REDUCE, next_tag(), version + 1, load_constant(a->parts + s.rank), nullptr,
+        s, REDUCE, next_tag(), version + 1, a->parts, nullptr,
         [&](int row, int channel, const f32(&v)[2], bool there) { spread(row, channel, v, there); });
   }
 

@@ -115,8 +115,8 @@ struct Context {
   DEVICE void add_to_x(u32 version, int task, Output to, const f32 (&v)[2], Kept& kept) {
     int channel = task * TILE_ROWS + to.n;
     if constexpr (RANKS > 1) {
-      u64 at = parts_of(version + 1, s.rank, HIDDEN) + to.row * HIDDEN + channel;
-      if (to.there) push(s.rank, a->parts, at, {bits<u32>(v[0]), bits<u32>(v[1])}, tag(version + 1));
+      u32 at = to.row * HIDDEN + channel, t = tag(version + 1);
+      if (to.there) give_share<HIDDEN>(s.rank, a->parts, version + 1, at, {bits<u32>(v[0]), bits<u32>(v[1])}, t);
     } else {
       const Pair* at[1] = {x(version).at(to.row, channel)};
       Pair old[1][2] = {{kept.old[0], kept.old[1]}};

@@ -151,8 +151,7 @@ struct Decode : Context {
   // in the shares of x(version) - x(version - 1);  out x(version).
   DEVICE bool reduce(u32 version) {
     a = fresh(a);
-    return reduce_ranks<HIDDEN>(s, REDUCE, tag(version), version, load_constant(a->parts + s.rank),
-                                slot(a->x, version - 1, HIDDEN),
+    return reduce_ranks<HIDDEN>(s, REDUCE, tag(version), version, a->parts, slot(a->x, version - 1, HIDDEN),
                                 [&](int row, int channel, const f32(&v)[2], bool there) {
                                   f32 norm[2];
                                   load_channels(norm_of(version), channel, norm);

@@ -28,22 +28,32 @@ class Params(ctypes.Structure):
     ]
 
 
-def unit(ranks: int, bug: tuple[str, str] | None = None) -> Unit:
-    """bug: a piece of reduce.h, and what it becomes."""
+EXCHANGES = ("PUSH", "PULL", "FLAGGED")
+
+
+def unit(ranks: int, bug: tuple[str, str] | None = None, exchange: str = "PUSH") -> Unit:
+    """bug: a piece of reduce.h, and what it becomes. exchange: how shares travel, see there."""
     headers = {"ranks_config.h": f"#pragma once\nconstexpr int ROWS = {ROWS}, RANKS = {ranks}, VALUES = {VALUES};\n"}
     if bug is not None:
         text = (HANDOFF / "reduce.h").read_text()
         assert text.count(bug[0]) == 1, bug
         headers["handoff/reduce.h"] = text.replace(*bug)
-    return Unit("ranks", SOURCE, headers)
+    return Unit("ranks", SOURCE, headers, {"EXCHANGE": exchange})
 
 
 class RankChain:
     """One rank. Every rank makes one, and all run the same steps."""
 
-    def __init__(self, group: Group, driver: Driver, blocks: int = 2, bug: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        driver: Driver,
+        blocks: int = 2,
+        bug: tuple[str, str] | None = None,
+        exchange: str = "PUSH",
+    ) -> None:
         self.group, self.driver, self.blocks = group, driver, blocks
-        module = driver.load(compile(unit(group.tp, bug), driver.arch))
+        module = driver.load(compile(unit(group.tp, bug, exchange), driver.arch))
         self.function = module.function("ranks", STAGES)
         self.buffers = {
             "x": driver.shared("x", 2 * ROWS * VALUES * 8),

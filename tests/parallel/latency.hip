@@ -40,13 +40,11 @@ KERNEL void latency(const Params* params) {
     bool ok = gather(s, x(version), tag, sum);
     if (ok)
       for (int i = block_id() * THREADS + thread_id(); i < values; i += n_blocks() * THREADS)
-        push(s.rank, p->parts, parts_of(version + 1, s.rank, VALUES) + i, {bits<u32>(sum * 0.f)}, tag + 1);
+        give_share<VALUES>(s.rank, p->parts, version + 1, i, {bits<u32>(sum * 0.f)}, tag + 1);
     auto put_two = [&](int row, int channel, const f32(&v)[2], bool there) {
       if (!there) return;
       for (int j = 0; j < 2; ++j) put(x(version + 1) + row * VALUES + channel + j, v[j], tag + 1);
     };
-    if (!ok ||
-        !reduce_ranks<VALUES>(s, REDUCE, tag + 1, version + 1, load_constant(p->parts + s.rank), x(version), put_two))
-      return s.report();
+    if (!ok || !reduce_ranks<VALUES>(s, REDUCE, tag + 1, version + 1, p->parts, x(version), put_two)) return s.report();
   }
 }

@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 2 -m tests.parallel.latency
 
-Prints, from rank 0, microseconds a hop: gather all of x, push, sum. On GPUs; on the CPU target only that it runs.
+Prints, from rank 0, microseconds a hop: gather all of x, exchange shares in each of the three ways, sum. On GPUs; on
+the CPU target only that it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rocmega.drivers.base import Driver
 from rocmega.drivers.select import pick
 from rocmega.parallel import TorchGroup, local_rank
 from rocmega.toolchain import Unit, compile
-from tests.parallel.chain import SOURCE
+from tests.parallel.chain import EXCHANGES, SOURCE
 
 ROWS = 8
 SHAPES = [(values, rows) for values in (6144, 12288) for rows in (1, 4, 8)]
@@ -30,10 +31,10 @@ class Params(ctypes.Structure):
     ]
 
 
-def hop(group: TorchGroup, driver: Driver, values: int, rows: int, hops: int, repeats: int = 5) -> float:
+def hop(group: TorchGroup, driver: Driver, values: int, rows: int, hops: int, exchange: str, repeats: int = 5) -> float:
     """Microseconds of a hop, the best of `repeats` launches after one to warm up."""
     header = f"#pragma once\nconstexpr int ROWS = {ROWS}, RANKS = {group.size}, VALUES = {values};\n"
-    unit = Unit("latency", SOURCE.with_name("latency.hip"), {"ranks_config.h": header})
+    unit = Unit("latency", SOURCE.with_name("latency.hip"), {"ranks_config.h": header}, {"EXCHANGE": exchange})
     function = driver.load(compile(unit, driver.arch)).function("latency")
     blocks = min(driver.facts().compute_units, driver.max_blocks(function, 256, 0))
     place = ROWS * values * 8
@@ -85,10 +86,11 @@ def main() -> None:
     group = TorchGroup(int(os.environ["WORLD_SIZE"]))
     driver = pick("auto", index=local_rank() if gpu else None)
     for values, rows in SHAPES if gpu else [(256, 1)]:
-        inside = hop(group, driver, values, rows, hops=2000 if gpu else 4)
+        inside = {way: hop(group, driver, values, rows, 2000 if gpu else 4, way) for way in EXCHANGES}
         outside = f"{all_reduce(group, values, rows, 200):8.2f} us by all_reduce in a graph" if gpu else ""
         if group.rank == 0:
-            print(f"{values} values x {rows} rows, {group.size} ranks: {inside:8.2f} us a hop {outside}", flush=True)
+            ways = ", ".join(f"{way} {us:.2f}" for way, us in inside.items())
+            print(f"{values} values x {rows} rows, {group.size} ranks, us a hop: {ways} {outside}", flush=True)
     group.close()
 
 

@@ -48,7 +48,7 @@ struct Chain {
       bool ok = at >= values || share(version, at / VALUES, at % VALUES, mine[0]);
       bool muted = p->mute && version == 2 && at == 0;
       if (ok && at < values && !muted)
-        push(s.rank, p->parts, parts_of(version + 1, s.rank, VALUES) + at, {bits<u32>(mine[0])}, tag(version + 1));
+        give_share<VALUES>(s.rank, p->parts, version + 1, at, {bits<u32>(mine[0])}, tag(version + 1));
       if (!s.all_ok(ok)) return false;
     }
     s.finish(tasks);
@@ -68,12 +68,11 @@ struct Chain {
     begin();
     for (u32 version = 0; version < p->layers; ++version) {
       if (!shares(version)) return false;
-      const Pair* own = load_constant(p->parts + s.rank);
       auto put_two = [&](int row, int channel, const f32(&v)[2], bool there) {
         if (!there) return;
         for (int j = 0; j < 2; ++j) put(x(version + 1) + row * VALUES + channel + j, v[j], tag(version + 1));
       };
-      if (!reduce_ranks<VALUES>(s, REDUCE, tag(version + 1), version + 1, own, x(version), put_two)) return false;
+      if (!reduce_ranks<VALUES>(s, REDUCE, tag(version + 1), version + 1, p->parts, x(version), put_two)) return false;
     }
     return true;
   }
