@@ -73,7 +73,7 @@ def _subject(stage: Path | None, model: str | None, preset: str, dtype: str, ran
         return functools.partial(load, stage)
     name = f"{model}-{preset}"
     model_type = registry.presets_of(name).preset(name)["model_type"]
-    return registry.family_module(model_type, "check").subject(name, dtype, ranks)
+    return functools.partial(registry.family_module(model_type, "check").MegaSubject, name, dtype, ranks)
 
 
 def _replay(make: Callable[[], Subject], case: Case) -> Summary:

@@ -7,7 +7,7 @@ import torch
 
 from rocmega.check import Case
 from rocmega.checkpoint import Checkpoint
-from rocmega.models.deepseek.check import DeepseekSubject
+from rocmega.models.deepseek.check import MegaSubject
 from rocmega.models.deepseek.config import from_dir
 from rocmega.models.deepseek.standard import StandardPath
 from rocmega.models.deepseek.weights import pack
@@ -21,7 +21,7 @@ NEAR = 1e-4  # a sum of products is cut into one more piece than on one rank, in
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_mega_task_of_two_ranks(name):
     """Logits, tokens and caches; under the checker's eyes, in an order that it makes up."""
-    one, two = DeepseekSubject(name, "f32"), DeepseekSubject(name, "f32", 2)
+    one, two = MegaSubject(name, "f32"), MegaSubject(name, "f32", 2)
     two.driver.check, two.driver.seed = True, 3
     alone, both = one.run(Case(0, 2, ROWS, 8)), two.run(Case(0, 3, ROWS, 2))
     report = two.driver.last_report
