@@ -1,4 +1,4 @@
-"""A family's mega-task as a subject of the protocol checker: whole decode steps of a small model with random weights."""
+"""A family's mega-task as a subject of the protocol checker: decode steps of a small model with random weights."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ class DecodeSubject(ABC):
 
     Cases of two rows take two steps, the second with one of them, so that it meets the leavings of another width.
     In cases of three, tokens are drawn and penalized; where the kernel can, two of the rows go on for two tokens in one
-    launch.
-    Cases of four have successive tokens of one request, the second of which attends to what the first has written in
-    the same step. Several ranks run in one launch, each with its part of the weights and a cache of its own; they choose
-    the likeliest tokens, one step a launch.
+    launch. Cases of four have successive tokens of one request, the second of which attends to what the first has
+    written in the same step. Several ranks run in one launch, each with its part of the weights and a cache of its own;
+    they choose the likeliest tokens, one step a launch.
 
     Fields of a family's class:
         writes: stage -> the regions (descriptor.h) and caches that it may store to. What is nowhere named is anybody's.

@@ -51,8 +51,8 @@ WRITES = {
 
 
 class MegaSubject(DecodeSubject):
-    """Contexts: one with more entries than any selection or set of candidates, which finishes an entry of every kind; one
-    with hardly any; one in the middle of an entry.
+    """Contexts: one with more entries than any selection or set of candidates, which finishes an entry of every kind;
+    one with hardly any; one in the middle of an entry.
     """
 
     writes = WRITES

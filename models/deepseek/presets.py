@@ -104,13 +104,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         }
     ),
     # A ratio of 16 in place of 128: transformers' names alone can say so.
-    "deepseek-v4-tiny": v4_config(
+    "deepseek-v4-flash-tiny": v4_config(
         {
             **_TINY, "num_hidden_layers": 6, "compress_rates": {_CSA: 4, _HCA: 16},
             "layer_types": ["sliding_attention"] * 2 + [_CSA, _HCA] * 2,
         }
     ),
-    "deepseek-v4.1-tiny": v41_config(
+    "deepseek-v4.1-flash-tiny": v41_config(
         {
             **_TINY, "num_hidden_layers": 12, "compress_ratios": [0] * 2 + [2] * 4 + [1] * 6,
             "kv_source_layer_ids": [2, 4, 6], "index_source_layer_ids": [2, 4, 6, 8, 10],

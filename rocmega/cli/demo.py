@@ -22,7 +22,7 @@ TITLES = {
 
 def demo(
     model: str | None = typer.Option(
-        None, help="A model with random weights, such as deepseek-v4-tiny; glm-5.2-tiny if left out."
+        None, help="A model with random weights, such as deepseek-v4-flash-tiny; glm-5.2-tiny if left out."
     ),
     prompt: str | None = typer.Option(
         None, metavar="TEXT", help='Let the trained model of the package go on from a text, such as "sort banana=".'

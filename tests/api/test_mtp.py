@@ -118,7 +118,7 @@ def test_what_cannot_be_had_is_refused(tiny, random_model, tiny_checkpoint):
     with pytest.raises(RequestError, match="draft_method='magic'"):
         LLM(random_model, path="standard", **SETTINGS, draft_method="magic", draft_tokens=1)
     with pytest.raises(RequestError, match="state of its last tokens"):
-        LLM(tiny_checkpoint("deepseek-v4-tiny"), path="standard", **SETTINGS, **MTP)
+        LLM(tiny_checkpoint("deepseek-v4-flash-tiny"), path="standard", **SETTINGS, **MTP)
 
 
 def test_packs_do_not_hold_the_layer(random_model, tmp_path):

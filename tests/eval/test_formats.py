@@ -36,6 +36,6 @@ def test_other_formats_and_families_are_refused(tiny, tiny_checkpoint, tmp_path)
     with pytest.raises(RequestError, match="int4"):
         convert(tiny, tmp_path / "int4", "int4")
     with pytest.raises(RequestError, match="only of GLM"):
-        convert(tiny_checkpoint("deepseek-v4-tiny"), tmp_path / "f32", "f32")
+        convert(tiny_checkpoint("deepseek-v4-flash-tiny"), tmp_path / "f32", "f32")
     with pytest.raises(ConfigError, match=r"config\.json"):
         convert(tmp_path / "nothing", tmp_path / "f32", "f32")

@@ -19,7 +19,7 @@ build() {
         make glm-5.2-mid --arch "$arch" --format fp8
     fi
     case " $parts " in *" deepseek "*)
-        for name in deepseek-v4-tiny deepseek-v4.1-tiny; do
+        for name in deepseek-v4-flash-tiny deepseek-v4.1-flash-tiny; do
             for format in f32 bf16 mxfp4; do make "$name" --arch "$arch" --format "$format"; done
             for target in "$arch" host; do make "$name" --arch "$target" --format mxfp4 --activations f32; done
             make "$name" --arch host --format f32

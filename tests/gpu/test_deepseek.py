@@ -20,7 +20,7 @@ from rocmega.step import StepBatch
 
 pytestmark = pytest.mark.skipif(kind_for() == "host", reason="needs a GPU")
 
-FAMILIES = ("deepseek-v4-tiny", "deepseek-v4.1-tiny")
+FAMILIES = ("deepseek-v4-flash-tiny", "deepseek-v4.1-flash-tiny")
 CONTEXT, PROMPT = 192, 75
 F32_BOUND = 1e-3  # as for GLM (test_glm.py): three TF32 products for one of f32
 

@@ -21,7 +21,7 @@ from rocmega.models.deepseek.standard import StandardPath
 from rocmega.models.deepseek.weights import DeepseekWeights, pack
 from tests.models.driven import Driven
 
-FAMILIES = ("deepseek-v4-tiny", "deepseek-v4.1-tiny")
+FAMILIES = ("deepseek-v4-flash-tiny", "deepseek-v4.1-flash-tiny")
 PROMPT = 75  # tokens: beyond the window, every ratio, index_topk and the candidates of the tiny models
 STEPS = 65  # the first token is prefill's
 STALE = 1e4  # what the caches hold where nothing of the request was written: large, and finite as old entries are

@@ -50,7 +50,7 @@ def test_every_entry_has_a_place_of_its_own(ratio):
 
 
 def test_state_belongs_to_requests():
-    cache = spec("deepseek-v4-tiny").open(pages=8, requests=2, memory=TorchMemory())
+    cache = spec("deepseek-v4-flash-tiny").open(pages=8, requests=2, memory=TorchMemory())
     first, second = cache.grow("a", 65), cache.grow("b", 1)
     slots = cache.slots(torch.tensor([first[0], second[0]]))
     assert sorted(slots.tolist()) == [0, 1]
@@ -68,7 +68,7 @@ def test_state_belongs_to_requests():
 
 
 def test_pages_alone_are_no_beginning():
-    cache = spec("deepseek-v4-tiny").open(pages=8, requests=2, memory=TorchMemory())
+    cache = spec("deepseek-v4-flash-tiny").open(pages=8, requests=2, memory=TorchMemory())
     assert not cache.shares_prefixes
     pages = cache.grow("a", 64)
     with pytest.raises(AssertionError, match="no state"):
@@ -76,7 +76,7 @@ def test_pages_alone_are_no_beginning():
 
 
 def test_a_full_cache_takes_no_state():
-    cache = spec("deepseek-v4-tiny").open(pages=1, requests=2, memory=TorchMemory())
+    cache = spec("deepseek-v4-flash-tiny").open(pages=1, requests=2, memory=TorchMemory())
     with pytest.raises(RequestError, match="the cache is full"):
         cache.grow("a", 65)
     cache.grow("b", 1)

@@ -41,7 +41,7 @@ def test_inspect_prints_what_is_in_host_memory():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_demo_compares_with_someone_else(name):
-    if name == "deepseek-v4-tiny":
+    if name == "deepseek-v4-flash-tiny":
         pytest.importorskip("transformers", minversion="5.8.0")
     result = run(app, ["demo", "--model", name, "--tokens", "3", "--device", "host", "--json"])
     assert result.exit_code == 0, result.output
@@ -49,13 +49,13 @@ def test_demo_compares_with_someone_else(name):
     assert report["agree"]
     assert report["tokens"]["mega"] == report["tokens"]["standard"]
     assert report["launches_per_token"]["mega"] == 1
-    other = "transformers" if name == "deepseek-v4-tiny" else "reference"
+    other = "transformers" if name == "deepseek-v4-flash-tiny" else "reference"
     assert report["tokens"][other] == report["tokens"]["standard"]
     assert report["max_logit_diff"] < 1e-4
 
 
 def test_decode_says_which_path_ran(tiny_checkpoint):
-    directory = tiny_checkpoint("deepseek-v4-tiny")
+    directory = tiny_checkpoint("deepseek-v4-flash-tiny")
     arguments = ["decode", str(directory), "--tokens", "1,2,3", "--max-new-tokens", "2", "--device", "host"]
     report = json.loads(run(app, [*arguments, "--max-model-len", "64", "--blocks", "3", "--json"]).stdout)
     assert report["metrics"]["mega_coverage"] == 1

@@ -116,7 +116,7 @@ def test_published_primes_and_multipliers():
 
 
 def test_rows_are_hashes_of_ngrams():
-    engram = from_dict(preset("deepseek-v4.1-tiny")).engram
+    engram = from_dict(preset("deepseek-v4.1-flash-tiny")).engram
     ids = torch.tensor([[299, 1, 2, 3], [0, 299, 299, 7]])
     rows = NgramHash(engram, 4, torch.device("cpu")).rows(ids)
     factors, heights = multipliers(4, engram), primes(2, 4, 2, 97)[1]

@@ -27,7 +27,7 @@ def test_draws_are_the_same_by_both_paths(tiny_checkpoint):
     drawn = SamplingParams(max_tokens=5, temperature=0.8, top_k=20, presence_penalty=0.5, seed=3, ignore_eos=True)
     answers = []
     for path, options in (("mega", {"blocks": 3}), ("standard", {})):
-        directory = tiny_checkpoint("deepseek-v4-tiny")
+        directory = tiny_checkpoint("deepseek-v4-flash-tiny")
         with LLM(directory, device="host", path=path, max_model_len=128, max_rows=2, **options) as llm:
             answers.append([each.outputs[0].token_ids for each in llm.generate([[1, 2, 3], [4] * 9], drawn)])
     assert answers[0] == answers[1]
@@ -37,7 +37,7 @@ OTHER_CACHE = {"device": "host", "max_model_len": 64, "max_rows": 1, "kv_cache_d
 
 
 def test_what_the_mega_task_cannot_do_falls_back_and_says_why(tiny_checkpoint):
-    with LLM(tiny_checkpoint("deepseek-v4-tiny"), **OTHER_CACHE) as llm:
+    with LLM(tiny_checkpoint("deepseek-v4-flash-tiny"), **OTHER_CACHE) as llm:
         llm.generate([[1, 2, 3]], GREEDY)
         metrics = llm.metrics()
     assert metrics["mega_coverage"] == 0
@@ -46,12 +46,12 @@ def test_what_the_mega_task_cannot_do_falls_back_and_says_why(tiny_checkpoint):
 
 def test_nothing_falls_back_in_silence(tiny_checkpoint):
     with pytest.raises(ConfigError, match="its cache holds f32 values, not published ones"):
-        LLM(tiny_checkpoint("deepseek-v4-tiny"), path="mega", **OTHER_CACHE)
+        LLM(tiny_checkpoint("deepseek-v4-flash-tiny"), path="mega", **OTHER_CACHE)
 
 
 def test_requests_that_wait_get_state_in_turn(tiny_checkpoint, prompt):
     """More requests than rows, in a cache too small for them all: each gives what it gives alone."""
-    directory = tiny_checkpoint("deepseek-v4-tiny")
+    directory = tiny_checkpoint("deepseek-v4-flash-tiny")
     prompts = [prompt.tolist()[start : start + 60] for start in (0, 5, 10)]
     options = {"device": "host", "path": "standard", "max_model_len": 128}
     with LLM(directory, max_rows=1, **options) as llm:
@@ -76,7 +76,7 @@ def test_published_caches_are_a_choice(name, tiny_checkpoint, prompt):
 
 def test_guesses_are_refused(tiny_checkpoint):
     with pytest.raises(RequestError, match="draft_tokens=2: this model keeps state"):
-        LLM(tiny_checkpoint("deepseek-v4-tiny"), device="host", path="standard", max_model_len=64, draft_tokens=2)
+        LLM(tiny_checkpoint("deepseek-v4-flash-tiny"), device="host", path="standard", max_model_len=64, draft_tokens=2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -106,22 +106,22 @@ def test_rounded_activations(name, dtype, pairs, prompt):
 
 
 def test_what_cannot_be_run_is_refused(pairs, packed, prompt):
-    pair = pairs("deepseek-v4-tiny")
+    pair = pairs("deepseek-v4-flash-tiny")
     pair.begin(prompt, (75, 5))
     table = pair.mine.cache.block_table([0, 0])
     with pytest.raises(RequestError, match="several rows of a step are of one request"):
         pair.mega.decode(StepBatch(pair.tokens[[0, 0]], torch.tensor([75, 76], dtype=torch.int32), table))
-    config, weights = packed("deepseek-v4-tiny", "mxfp4")
+    config, weights = packed("deepseek-v4-flash-tiny", "mxfp4")
     published = config.cache_spec("published").open(2, 1, pair.mine.driver)
     with pytest.raises(ConfigError, match="its cache holds bf16 values, not published ones"):
         MegaPath(config, weights, published, pair.mine.driver, max_model_len=64)
     published.close()
-    config, weights = packed("deepseek-v4.1-tiny", "mxfp4")
+    config, weights = packed("deepseek-v4.1-flash-tiny", "mxfp4")
     with pytest.raises(ConfigError, match="no fp8 activations for matrices in fp8_32"):
         kernel.unit(config, weights.formats, "host", activations="fp8")
     matrix = weights.layers[0]["q_a"]
     with pytest.raises(ConfigError, match="only where they are powers of two"):
         slot_scales(dataclasses.replace(matrix, scales=matrix.scales * 1.5))
-    config, _ = packed("deepseek-v4-tiny")
+    config, _ = packed("deepseek-v4-flash-tiny")
     with pytest.raises(ConfigError, match="o_groups 2 is not divisible by 4 ranks"):
         kernel.Shape.of(config, 4)

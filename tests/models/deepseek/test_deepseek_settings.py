@@ -43,11 +43,11 @@ _V41 = {
 
 
 def v4(**fields) -> dict[str, Any]:
-    return v4_config({**preset("deepseek-v4-tiny"), **_SMALL, **_V4, **fields})
+    return v4_config({**preset("deepseek-v4-flash-tiny"), **_SMALL, **_V4, **fields})
 
 
 def v41(**fields) -> dict[str, Any]:
-    text = {**preset("deepseek-v4.1-tiny")["text_config"], **_SMALL, **_V41, **fields}
+    text = {**preset("deepseek-v4.1-flash-tiny")["text_config"], **_SMALL, **_V41, **fields}
     return v41_config({**text, "rms_norm_eps": fields.get("rms_norm_eps", 1e-20)})
 
 

@@ -30,8 +30,8 @@ def test_prefill_and_64_greedy_tokens_equal_the_oracle(name, model, oracle, prom
 
 def test_the_reference_equals_transformers(tiny_checkpoint, oracle, prompt):
     """Else what the reference says of V4.1 would mean little."""
-    tokens, logits = oracle("deepseek-v4-tiny")
-    ours, rows = reference_model(tiny_checkpoint("deepseek-v4-tiny")).greedy(prompt.tolist(), 16)
+    tokens, logits = oracle("deepseek-v4-flash-tiny")
+    ours, rows = reference_model(tiny_checkpoint("deepseek-v4-flash-tiny")).greedy(prompt.tolist(), 16)
     assert ours == tokens[:16]
     assert (rows - logits[:16]).abs().max() < TOLERANCE
 
@@ -158,7 +158,7 @@ def test_rounded_logits_are_near_float32(name, dtype, model, prompt, monkeypatch
     ],
 )
 def test_impossible_steps_are_refused(tokens, positions, table, message, model):
-    subject = model("deepseek-v4-tiny")
+    subject = model("deepseek-v4-flash-tiny")
     assert subject.cache.grow("a", 1) == [0]
     batch = StepBatch(*(torch.tensor(of, dtype=torch.int32) for of in (tokens, positions, table)))
     with pytest.raises(RequestError, match=message):
@@ -166,7 +166,7 @@ def test_impossible_steps_are_refused(tokens, positions, table, message, model):
 
 
 def test_impossible_prefills_are_refused(model, prompt):
-    subject = model("deepseek-v4-tiny")
+    subject = model("deepseek-v4-flash-tiny")
     subject.cache.grow("a", 64)
     table = subject.cache.block_table(["a"], max_pages=2)[0]
     with pytest.raises(RequestError, match="pages"):

@@ -24,11 +24,11 @@ from tests.models.deepseek.conftest import FAMILIES, Model, load
 @pytest.mark.parametrize(
     ("name", "dtype", "formats"),
     [
-        ("deepseek-v4-tiny", "f32", Formats("f32", "f32")),
-        ("deepseek-v4-tiny", "bf16", Formats("bf16", "bf16")),
-        ("deepseek-v4-tiny", "mxfp4", Formats("fp8", "bf16", "mxfp4")),
-        ("deepseek-v4.1-tiny", "f32", Formats("f32", "f32", table="f32")),
-        ("deepseek-v4.1-tiny", "mxfp4", Formats("fp8_32", "bf16", "mxfp4", "mxfp8")),
+        ("deepseek-v4-flash-tiny", "f32", Formats("f32", "f32")),
+        ("deepseek-v4-flash-tiny", "bf16", Formats("bf16", "bf16")),
+        ("deepseek-v4-flash-tiny", "mxfp4", Formats("fp8", "bf16", "mxfp4")),
+        ("deepseek-v4.1-flash-tiny", "f32", Formats("f32", "f32", table="f32")),
+        ("deepseek-v4.1-flash-tiny", "mxfp4", Formats("fp8_32", "bf16", "mxfp4", "mxfp8")),
     ],
 )
 def test_formats(name, dtype, formats, tiny_checkpoint):
@@ -85,22 +85,34 @@ def _set(name, value):
 
 
 FAULTS = [
-    ("deepseek-v4-tiny", lambda t: t.pop("hc_head_fn"), "tensor hc_head_fn is missing"),
-    ("deepseek-v4-tiny", lambda t: t.pop("layers.2.attn.compressor.ape"), "layers.2.attn.compressor.ape is missing"),
-    ("deepseek-v4-tiny", lambda t: t.pop("layers.3.attn.wkv.scale"), "scales of an FP8 weight .* is missing"),
-    ("deepseek-v4-tiny", _set("layers.0.attn.attn_sink", torch.ones(9)), r"is \[9\], not \[8\]"),
-    ("deepseek-v4-tiny", _set("layers.0.ffn.gate.tid2eid", torch.ones(512, 4)), "not whole numbers"),
-    ("deepseek-v4-tiny", _set("layers.0.ffn.gate.bias", torch.ones(16)), "layers.0.ffn.gate.bias is not part"),
-    ("deepseek-v4-tiny", _set("layers.1.attn.wq_b.bias", torch.ones(512)), "wq_b.bias is not part of the model"),
-    ("deepseek-v4-tiny", _set("layers.6.attn_norm.weight", torch.ones(256)), "layers.6.attn_norm.weight is not part"),
-    ("deepseek-v4-tiny", _set("layers.1.attn.wkv.weight", torch.ones(64, 256)), "though config.json says that weights"),
-    ("deepseek-v4.1-tiny", lambda t: t.pop("engram.token_map"), "neither tokenizer.json is there"),
+    ("deepseek-v4-flash-tiny", lambda t: t.pop("hc_head_fn"), "tensor hc_head_fn is missing"),
     (
-        "deepseek-v4.1-tiny",
+        "deepseek-v4-flash-tiny",
+        lambda t: t.pop("layers.2.attn.compressor.ape"),
+        "layers.2.attn.compressor.ape is missing",
+    ),
+    ("deepseek-v4-flash-tiny", lambda t: t.pop("layers.3.attn.wkv.scale"), "scales of an FP8 weight .* is missing"),
+    ("deepseek-v4-flash-tiny", _set("layers.0.attn.attn_sink", torch.ones(9)), r"is \[9\], not \[8\]"),
+    ("deepseek-v4-flash-tiny", _set("layers.0.ffn.gate.tid2eid", torch.ones(512, 4)), "not whole numbers"),
+    ("deepseek-v4-flash-tiny", _set("layers.0.ffn.gate.bias", torch.ones(16)), "layers.0.ffn.gate.bias is not part"),
+    ("deepseek-v4-flash-tiny", _set("layers.1.attn.wq_b.bias", torch.ones(512)), "wq_b.bias is not part of the model"),
+    (
+        "deepseek-v4-flash-tiny",
+        _set("layers.6.attn_norm.weight", torch.ones(256)),
+        "layers.6.attn_norm.weight is not part",
+    ),
+    (
+        "deepseek-v4-flash-tiny",
+        _set("layers.1.attn.wkv.weight", torch.ones(64, 256)),
+        "though config.json says that weights",
+    ),
+    ("deepseek-v4.1-flash-tiny", lambda t: t.pop("engram.token_map"), "neither tokenizer.json is there"),
+    (
+        "deepseek-v4.1-flash-tiny",
         _set("layers.7.attn.indexer.wk.weight", torch.ones(32, 64)),
         "indexer.wk.weight is not part",
     ),
-    ("deepseek-v4.1-tiny", lambda t: t.pop("layers.4.engram.embed.scale"), "is missing"),
+    ("deepseek-v4.1-flash-tiny", lambda t: t.pop("layers.4.engram.embed.scale"), "is missing"),
 ]
 
 
@@ -116,7 +128,7 @@ def test_scales_of_the_other_generation_are_refused(tmp_path, tiny_checkpoint):
         scale = tensors["layers.0.attn.wq_a.scale"]
         tensors["layers.0.attn.wq_a.scale"] = scale[:1, :2].clone()
 
-    directory = rewrite(small("deepseek-v4.1-tiny", tmp_path), swap)
+    directory = rewrite(small("deepseek-v4.1-flash-tiny", tmp_path), swap)
     with pytest.raises(CheckpointError, match=r"a scale per 128x128 and config.json says 32x32"):
         check(Checkpoint(directory), from_dir(directory))
 
@@ -126,15 +138,19 @@ def test_drafts_and_vision_are_left_alone(tmp_path):
         extra = ("mtp.0.attn.wkv.weight", "vision.blocks.0.weight", "aligner.weight", "layers.3.ffn.gate.bias_vl")
         tensors.update({name: torch.ones(3) for name in extra})
 
-    directory = rewrite(small("deepseek-v4.1-tiny", tmp_path), add)
+    directory = rewrite(small("deepseek-v4.1-flash-tiny", tmp_path), add)
     check(Checkpoint(directory), from_dir(directory))
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("deepseek-v4-tiny", _set("layers.1.ffn.gate.tid2eid", torch.full((512, 4), 16)), "chooses experts 16 to 16"),
-        ("deepseek-v4.1-tiny", _set("engram.token_map", torch.full((512,), 300)), "compressed ids up to 300"),
+        (
+            "deepseek-v4-flash-tiny",
+            _set("layers.1.ffn.gate.tid2eid", torch.full((512, 4), 16)),
+            "chooses experts 16 to 16",
+        ),
+        ("deepseek-v4.1-flash-tiny", _set("engram.token_map", torch.full((512,), 300)), "compressed ids up to 300"),
     ],
 )
 def test_numbers_out_of_range_are_refused(name, change, message, tmp_path):
