@@ -6,7 +6,7 @@ driver's shared buffer, and `latent[layer]` and `index[layer]` are views of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -70,6 +70,10 @@ class CacheSpec:
     def layers(self) -> range:
         """The layers that are here."""
         return range(len(self.full_index)) if self.section is None else self.section
+
+    def state_bytes(self) -> int:
+        """Bytes of one request beside its pages: none."""
+        return 0
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
@@ -240,6 +244,12 @@ class PagedCache(PageTables):
     def index_address(self, layer: int) -> int:
         """What kernels are given for `index[layer]`; 0 in layers without index keys, or not here."""
         return _address(self._index_buffers[layer])
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All that is cached, pool by pool."""
+        for pool in (*self.latent, *self.index):
+            if pool is not None:
+                yield pool
 
     def bytes(self) -> int:
         """Device bytes of all pages."""

@@ -49,9 +49,7 @@ def family_module(model_type: object, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise ConfigError(
-            f"Models of type {model_type!r} run by the standard path alone: there is no {name} for them yet."
-        ) from None
+        raise ConfigError(f"There is no {name} for models of type {model_type!r} yet.") from None
 
 
 def preset_names() -> list[str]:

@@ -106,6 +106,8 @@ def _fill(matrix: PackedMatrix, deviation: float, generator: torch.Generator) ->
         matrix.tiles.masked_fill_(matrix.tiles == _FNUZ_NAN, 0)  # and -0 is worth as much as +0
         scale = deviation / _deviation(matrix.format)
         matrix.scales.uniform_(0.5 * scale, 1.5 * scale, generator=generator)
+        if matrix.format.startswith("fp8_32"):  # blocks of 32x32 are published with powers of two
+            matrix.scales.copy_(matrix.scales.log2_().round_().exp2_())
     if _is_padded(matrix):
         _clear_padding(matrix)
 

@@ -11,8 +11,11 @@ from rocmega.models.common.formulas import Normed
 from rocmega.models.common.products import Input, Products
 from rocmega.models.common.weights import Layer
 
+# Rows times experts that are gathered: of more, sorting them by expert reads fewer bytes.
+_GATHERED = 128
 # One expert's output [tokens, hidden] of inputs [tokens, hidden], its index, and weights [tokens, 1].
 Expert = Callable[[Normed, int, torch.Tensor], torch.Tensor]
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of two products [..., width], what `down` sees
 
 
 class PackedLayer:
@@ -50,6 +53,18 @@ class PackedLayer:
         assert isinstance(packed, PackedMatrix)
         weight = packed.gather(indices).dequantize(self.products.weight_dtype)
         return self.products.each(x, weight.view(-1, packed.n, packed.k), packed.format)
+
+    def gathers(self, experts: torch.Tensor) -> bool:
+        """Whether so few experts [tokens, topk] are better run by `gathered` than by `routed`."""
+        return not self.resident and experts.numel() <= _GATHERED
+
+    def gathered(self, gate: Gate, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`routed` with a matrix for each token's choice: nothing comes back to the host, so a graph can hold it."""
+        tokens, topk = experts.shape
+        inputs = y[torch.arange(tokens * topk, device=experts.device) // topk]
+        chosen, factors = experts.flatten(), weights.flatten()[:, None]
+        middle = gate(*(self.each(inputs, "gate_up", 2 * chosen + part) for part in (0, 1)))
+        return self.each(middle * factors, "down", chosen).unflatten(0, (tokens, topk)).sum(1)
 
     def vector(self, field: str) -> torch.Tensor:
         """A norm's weight or a bias, float32."""

@@ -12,7 +12,7 @@ A request's slot is found by its first page, which nobody else has.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,6 +53,45 @@ class Pool:
         from math import prod
 
         return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A pool's memory.
+
+    Fields:
+        pool: [pages or slots, *shape].
+        record: how entries are stored; None: as values.
+    """
+
+    pool: torch.Tensor
+    record: Record | None
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Values float32 [..., width] as the pool keeps them."""
+        return values.to(self.pool.dtype) if self.record is None else self.record.encode(values)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """What the pool keeps, as float32 values [..., width]."""
+        import torch
+
+        return stored.to(torch.float32) if self.record is None else self.record.decode(stored)
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one layer reads and writes; None for what there is not.
+
+    Fields:
+        window: its ring. pending, pending_keys: its compressors' rings.
+        entries, keys: of the layer that makes them, which may be an earlier one.
+    """
+
+    window: Stored
+    entries: Stored | None
+    keys: Stored | None
+    pending: torch.Tensor | None
+    pending_keys: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -158,17 +197,21 @@ class HybridCache(PageTables):
         """What kernels are given for a pool; 0 for one that the layer does not have."""
         return self._buffers[name].address if name in self._buffers else 0
 
-    def encode(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Values float32 [..., width] as a pool keeps them."""
-        record = self._records[name]
-        return values.to(self.pools[name].dtype) if record is None else record.encode(values)
+    def of_layer(self, layer: int) -> LayerCache:
+        """What a layer reads and writes."""
+        kind = self.spec.config.compressed[layer]
+        source = layer if kind is None else kind.source
+        window, entries, keys = (
+            Stored(self.pools[name], self._records[name]) if name in self.pools else None
+            for name in (f"window.{layer}", f"entries.{source}", f"keys.{source}")
+        )
+        assert window is not None
+        pending, pending_keys = (self.pools.get(f"{name}.{layer}") for name in ("pending", "pending_keys"))
+        return LayerCache(window, entries, keys, pending, pending_keys)
 
-    def decode(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """What a pool keeps, as float32 values [..., width]."""
-        import torch
-
-        record = self._records[name]
-        return stored.to(torch.float32) if record is None else record.decode(stored)
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All that is cached, pool by pool."""
+        yield from self.pools.values()
 
     def bytes(self) -> int:
         """Device bytes of everything."""

@@ -73,6 +73,7 @@ class Engram:
     Fields:
         layers: before which of them it is added.
         rows: of each of these layers' tables.
+        copies: ranks that one stands for in what is mapped from rows, where it is measured alone (shard.py).
     """
 
     layers: tuple[int, ...]
@@ -83,6 +84,7 @@ class Engram:
     vocab_size: int
     pad_token_id: int
     compressed_vocab_size: int
+    copies: int = 1
 
     @property
     def columns(self) -> int:

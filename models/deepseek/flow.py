@@ -95,3 +95,8 @@ def stage_reads(
     for what, size in cache_reads(config, formats, context).items():
         reads[CACHES[what]] += rows * size
     return dict(reads)
+
+
+def indexed_mixtures(config: DeepseekConfig) -> list[bool | None]:
+    """Of each layer, all of which are mixtures, whether it has an indexer of its own."""
+    return [config.selects(layer) for layer in range(config.num_hidden_layers)]

@@ -114,21 +114,34 @@ def overlapping(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([values[:, :tokens, :width], values[:, tokens:, width:]], dim=1)
 
 
-def candidate_mask(scores: torch.Tensor, counts: torch.Tensor, blocks: int, block_size: int) -> torch.Tensor:
-    """Which entries may be selected, bool [B, Q, L], for index scores [B, Q, L] of which the first `counts` are seen.
+def block_scores(scores: torch.Tensor, counts: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The highest of each block's index scores, [B, Q, blocks], of scores [B, Q, L], of which `counts` are seen.
 
-    Those of the best `blocks` blocks by their highest score, the newest block first of all; ties to the lowest.
-    counts int64 [B, Q].
+    Infinite for the newest block, which is always chosen; -inf for blocks that nobody sees. counts int64 [B, Q].
     """
     length = scores.shape[-1]
     seen = torch.arange(length, device=scores.device) < counts[..., None]
     padded = F.pad(scores.masked_fill(~seen, float("-inf")), (0, -length % block_size), value=float("-inf"))
     best = padded.unflatten(-1, (-1, block_size)).amax(-1)
-    newest = (counts - 1).clamp_min(0) // block_size
-    best = best.scatter(-1, newest[..., None], float("inf"))
-    chosen, valid = select(best, newest, blocks)
-    kept = torch.zeros_like(best, dtype=torch.int8).scatter_reduce_(-1, chosen, valid.to(torch.int8), "amax")
+    return best.scatter(-1, _newest(counts, block_size)[..., None], float("inf"))
+
+
+def candidate_blocks(
+    best: torch.Tensor, counts: torch.Tensor, blocks: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best `blocks` blocks by `block_scores`, ties to the lowest: numbers and validity as `select` gives them."""
+    return select(best, _newest(counts, block_size), blocks)
+
+
+def candidate_mask(chosen: torch.Tensor, valid: torch.Tensor, block_size: int, length: int) -> torch.Tensor:
+    """Which of `length` entries may be selected, bool [B, Q, L], if these blocks [B, Q, K] are candidates."""
+    kept = chosen.new_zeros(*chosen.shape[:-1], -(-length // block_size), dtype=torch.int8)
+    kept = kept.scatter_reduce_(-1, chosen, valid.to(torch.int8), "amax")
     return kept.to(torch.bool).repeat_interleave(block_size, dim=-1)[..., :length]
+
+
+def _newest(counts: torch.Tensor, block_size: int) -> torch.Tensor:
+    return (counts - 1).clamp_min(0) // block_size
 
 
 # Attention.

@@ -126,7 +126,7 @@ def _faults(config: DeepseekConfig, tp: int) -> Iterable[str]:
     bound = config.candidates
     if bound is not None and (bound.blocks - 1) * bound.block_size < config.index_topk:
         yield f"{bound.blocks} blocks of {bound.block_size} candidates may hold fewer than {config.index_topk} entries"
-    if config.engram is not None and config.hidden_size % (16 * tp):
+    if config.engram is not None and config.hidden_size % (16 * tp * config.engram.copies):
         yield f"hidden_size {config.hidden_size} per rank is not a multiple of 16"
 
 
@@ -180,6 +180,7 @@ def model_header(config: DeepseekConfig, formats: Formats, target: str, tp: int 
         "ENGRAM_HEADS": engram.n_heads if engram else 1,
         "ENGRAM_COLUMNS": engram.columns if engram else 1,
         "ENGRAM_DIM": engram.head_dim if engram else 0,
+        "ENGRAM_COPIES": engram.copies if engram else 1,
     }
     numbers = {
         "NORM_EPS": config.rms_norm_eps,

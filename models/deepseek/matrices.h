@@ -15,7 +15,9 @@ struct MatrixStage : MatrixStageOf<Context, Act> {
 // in rows of Engram's tables;  out a key for each stream, then the value.
 struct EngramMap : MatrixStage {
   static constexpr u32 STAGE_ID = ENGRAM_MAP;
-  static constexpr int K = ENGRAM_COLUMNS * ENGRAM_DIM, WIDTH_R = HIDDEN / RANKS, TILES = WIDTH_R / TILE_ROWS;
+  // Copies: a rank that is measured alone, without the others, has its part in everybody's place.
+  static constexpr int WIDTH_R = HIDDEN / (RANKS * ENGRAM_COPIES), TILES = WIDTH_R / TILE_ROWS;
+  static constexpr int K = ENGRAM_COLUMNS * ENGRAM_DIM;
   static constexpr int OF_ENGRAM = (STREAMS + 1) * TILES, ALL = (STREAMS + 1) * HIDDEN;
 
   DEVICE int tasks() const { return c.a->engram_count * OF_ENGRAM; }
@@ -36,7 +38,8 @@ struct EngramMap : MatrixStage {
       u64 place = engram + to.row * ALL + at + to.n;
       if (to.there) push(c.s.rank, c.a->mapped_parts, place, {bits<u32>(v[0][0]), bits<u32>(v[0][1])}, c.tag(0));
     } else {
-      put_f32({c.a->mapped + engram, ALL, c.tag(0)}, at, to, v[0]);
+      UNROLL for (int copy = 0; copy < ENGRAM_COPIES; ++copy)
+          put_f32({c.a->mapped + engram, ALL, c.tag(0)}, at + copy * WIDTH_R, to, v[0]);
     }
   }
 };

@@ -175,6 +175,11 @@ class MegaPath(DecodePath):
                 self._fill_engram(entry, self.weights.layers[layer], self.weights.tables[layer])
             args.engrams = self._table(entries)
 
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of the step's rows, int32, on the device."""
+        return self._positions[: self._args.rows]
+
     def _check(self) -> None:
         """Refuses what the kernel cannot read."""
         faults = []

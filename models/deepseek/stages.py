@@ -54,6 +54,12 @@ class LayerStages(PackedLayer):
         self.config, self.number, self.tp, self.rank, self.gather = config, number, tp, rank, gather
         self.compressed = config.compressed[number]
         self.hashed = config.hash_layers[number]
+        # What a layer is, without its number: layers that are alike are compiled once.
+        self.makes_entries, self.selects = config.makes_entries(number), config.selects(number)
+        self.listed = self.compressed is not None and self.compressed.selector is not None
+        bound = config.candidates
+        self.chooses_candidates = bound is not None and number == bound.source
+        self.bound = bound is not None and number > bound.source and self.selects
 
     # Streams.
 
@@ -156,33 +162,41 @@ class LayerStages(PackedLayer):
     def expert(self, y: Input, index: int, weight: torch.Tensor) -> torch.Tensor:
         """Routed expert `index` on y [..., hidden], times weight [..., 1], which goes in before `down`."""
         gate, up = (self.linear(y, "gate_up", 2 * index + part) for part in (0, 1))
-        return self.linear(clamped_swiglu(gate, up, self.config.swiglu_limit) * weight, "down", index)
+        return self.linear(self._gate(gate, up) * weight, "down", index)
 
     def shared_expert(self, y: Input) -> torch.Tensor:
         """The expert that every token has, [..., hidden]."""
         gate, up = (self.linear(y, "shared_gate_up", part) for part in (0, 1))
-        return self.linear(clamped_swiglu(gate, up, self.config.swiglu_limit), "shared_down")
+        return self.linear(self._gate(gate, up), "shared_down")
 
-    def route(self, y: Input, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts int64 [T, topk], ascending, and weights float32 [T, topk] of y [T, hidden] and tokens int64 [T]."""
+    def _gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return clamped_swiglu(gate, up, self.config.swiglu_limit)
+
+    def expert_scores(self, y: Input) -> torch.Tensor:
+        """The router's scores of normalized y [T, hidden]: float32 [T, experts]."""
+        return router_scores(self.products.island(y, self.matrix("router")))
+
+    def route(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 [T, topk], ascending, and weights float32 [T, topk] of scores [T, experts] and tokens [T]."""
         c = self.config
-        scores = router_scores(self.products.island(y, self.matrix("router")))
         if self.hashed:
             return hash_route(scores, self.vector("experts_of_token")[tokens].long(), c.routed_scaling_factor)
         return route(scores, self.vector("router_bias"), c.num_experts_per_tok, c.routed_scaling_factor)
 
-    def mlp(self, y: Normed, tokens: torch.Tensor) -> torch.Tensor:
-        """Routed experts, and then the shared one, of y [..., hidden] and tokens [...]."""
-        rows = y.rows()
-        experts, weights = self.route(rows, tokens.flatten())
-        out = routed(self.expert, self.config.n_routed_experts, rows, experts, weights) + self.shared_expert(rows)
-        return out.unflatten(0, y.values.shape[:-1])
+    def mixture(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Routed experts and the shared one of y [T, hidden]; arguments as `route` gives them."""
+        if self.gathers(experts):
+            return self.gathered(self._gate, y, experts, weights) + self.shared_expert(y)
+        return routed(self.expert, self.config.n_routed_experts, y, experts, weights) + self.shared_expert(y)
 
     # Engram.
 
     def _of_all(self, part: torch.Tensor) -> torch.Tensor:
         """What all ranks have of [..., hidden]."""
-        return part if self.gather is None else torch.cat(self.gather(part), dim=-1)
+        if self.gather is not None:
+            return torch.cat(self.gather(part), dim=-1)
+        assert self.config.engram is not None
+        return torch.cat([part] * self.config.engram.copies, dim=-1)
 
     def engram(self, streams: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Streams [..., S, hidden] with what was looked up added, [..., columns * head_dim] float32."""

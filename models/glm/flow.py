@@ -63,3 +63,8 @@ def stage_reads(
     reads["attend"] += rows * cached["selected latents"]
     reads["index_scores"] += rows * cached["index keys"]
     return dict(reads)
+
+
+def indexed_mixtures(config: GlmConfig) -> list[bool | None]:
+    """Of each layer, whether it has an indexer of its own; None where its MLP is no mixture."""
+    return [None if dense else full for dense, full in zip(config.dense_layers, config.full_index, strict=True)]

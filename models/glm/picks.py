@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocmega.cache import PAGE
+from rocmega.models.common.choices import Numbers
 from rocmega.models.common.formulas import inverse_rms, route
 from rocmega.models.glm import kernel
 
 if TYPE_CHECKING:
     from rocmega.models.glm.mega import MegaPath
     from rocmega.models.glm.standard import Selection
-
-Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Picks:
     """
 
     experts: list[torch.Tensor] = field(default_factory=list)
-    positions: list[Positions | None] = field(default_factory=list)
+    positions: list[Numbers | None] = field(default_factory=list)
 
     def read(self) -> Picks:
         """A copy, which a graph's next replay does not write into."""
@@ -50,7 +49,7 @@ class Picks:
             self.experts.append(experts)
 
 
-def positions_of_slots(slots: torch.Tensor, table: torch.Tensor, counts: torch.Tensor) -> Positions:
+def positions_of_slots(slots: torch.Tensor, table: torch.Tensor, counts: torch.Tensor) -> Numbers:
     """Positions of cache slots [rows, K], of which each row's first `counts` [rows] count; table: pages [rows, P]."""
     valid = torch.arange(slots.shape[1], device=slots.device) < counts[:, None]
     page = (table[:, None, :] == (slots // PAGE)[:, :, None]).int().argmax(-1)
@@ -69,7 +68,7 @@ def picks_of(mega: MegaPath) -> Picks:
     return picks
 
 
-def _mega_positions(mega: MegaPath) -> Positions | None:
+def _mega_positions(mega: MegaPath) -> Numbers | None:
     """Rows as long as the selection or shorter have none: they attend to everything."""
     at, topk = mega.positions.long()[:, None], mega.config.index_topk
     if int(at.max()) < topk:

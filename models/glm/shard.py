@@ -28,6 +28,15 @@ def rank_config(config: GlmConfig, tp: int) -> GlmConfig:
     return dataclasses.replace(config, **{name: size // tp for name, size in sizes.items()})
 
 
+def measurable(config: GlmConfig) -> tuple[GlmConfig, str]:
+    """The model with random weights on one GPU, and what is not as published then, for people: nothing."""
+    return config, ""
+
+
+def plain_fields(config: GlmConfig) -> None:
+    """For `random_fields`: fields that are no matrices are as everybody's."""
+
+
 def first_layers(config: GlmConfig, layers: int) -> GlmConfig:
     """The model with its first layers only. Raises RequestError if it has not that many."""
     if not 1 <= layers <= config.num_hidden_layers:

@@ -23,9 +23,6 @@ from rocmega.models.glm.formulas import (
 )
 from rocmega.models.glm.weights import Layer
 
-# Rows times experts that are gathered: of more, sorting them by expert reads fewer bytes.
-_GATHERED = 128
-
 
 class LayerStages(PackedLayer):
     """A layer's stages, from its packed weights."""
@@ -135,17 +132,9 @@ class LayerStages(PackedLayer):
 
     def experts(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of each token's routed experts, summed by ascending expert: [T, hidden] for y [T, hidden]."""
-        if not self.resident and experts.numel() <= _GATHERED:
-            return self._gathered_experts(y, experts, weights)
+        if self.gathers(experts):
+            return self.gathered(swiglu, y, experts, weights)
         return routed(self.expert, self.config.n_routed_experts, y, experts, weights)
-
-    def _gathered_experts(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same with a matrix for each token's choice: nothing comes back to the host, so a graph can hold it."""
-        tokens, topk = experts.shape
-        inputs = y[torch.arange(tokens * topk, device=experts.device) // topk]
-        chosen, factors = experts.flatten(), weights.flatten()[:, None]
-        gate, up = (self.each(inputs, "gate_up", 2 * chosen + part) for part in (0, 1))
-        return self.each(swiglu(gate, up) * factors, "down", chosen).unflatten(0, (tokens, topk)).sum(1)
 
     def mixture(self, y: Normed, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """A mixture's MLP block on the normalized y [..., hidden]: `experts` and the shared one."""

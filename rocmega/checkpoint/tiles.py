@@ -193,10 +193,20 @@ def dequantize_fp8(weight: torch.Tensor, scales: torch.Tensor, block: int = SCAL
 
 def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Bytes [..., n, k / 2], the even k in the low nibble, and E8M0 bytes [..., n, k / 32]: float32 [..., n, k]."""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=packed.device)
+    table = _e2m1(packed.device)
     nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     values = table[nibbles.to(torch.int32)].unflatten(-1, (-1, MX_GROUP))
     return values.mul_(e8m0_values(scales)[..., None]).flatten(-2)
+
+
+_TABLES: dict[torch.device, torch.Tensor] = {}
+
+
+def _e2m1(device: torch.device) -> torch.Tensor:
+    """What E2M1's 16 codes mean: brought to a device once, since a graph cannot hold copies from the host."""
+    if device not in _TABLES:
+        _TABLES[device] = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+    return _TABLES[device]
 
 
 def e8m0_values(codes: torch.Tensor) -> torch.Tensor:

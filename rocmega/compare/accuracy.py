@@ -89,34 +89,31 @@ class Verdict:
 class Expected:
     """What the formats explain of a batch.
 
-    Fields: batches: its own tokens and others. typical, worst: rows' errors. experts, positions: of scores.
+    Fields:
+        batches: its own tokens and others. typical, worst: rows' errors.
+        apart: of scores, of each kind of choice that the family has (`Scores.apart`).
     """
 
     batches: list[StepBatch]
     typical: float
     worst: float
-    experts: float
-    positions: float
+    apart: tuple[float, ...]
 
-    def beaten(self, lost: tuple[float, float]) -> float:
+    def beaten(self, lost: tuple[float, ...]) -> float:
         """What `Scores.lost` says, as a share of what two scores that are as far off as they may be could lose."""
-        return max(
-            lost / (2 * (FACTOR * apart + SLACK))
-            for lost, apart in zip(lost, (self.experts, self.positions), strict=True)
-        )
+        return max(lost / (2 * (FACTOR * apart + SLACK)) for lost, apart in zip(lost, self.apart, strict=True))
 
 
 def expect(exact: Following, rounded: Following, batches: list[StepBatch]) -> Expected:
     """Runs batches with the formats' rounding, and in float32 on the choices that this makes."""
-    errors, experts, positions = [], [], []
+    errors, apart = [], []
     for batch in batches:
         logits, scores, picks = rounded.follow(batch)
         reference, exact_scores, _ = exact.follow(batch, picks)
         errors += row_errors(logits, reference)
-        apart = scores.apart(exact_scores)
-        experts.append(apart[0])
-        positions.append(apart[1])
-    return Expected(batches, statistics.median(errors), max(errors), max(experts), max(positions))
+        apart.append(scores.apart(exact_scores))
+    most = tuple(max(of) for of in zip(*apart, strict=True))
+    return Expected(batches, statistics.median(errors), max(errors), most)
 
 
 def judge(exact: Following, expected: Expected, results: list[tuple[torch.Tensor, Any]]) -> Verdict:

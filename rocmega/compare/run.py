@@ -92,15 +92,16 @@ def _take_apart(subject: Subject, read: bandwidth.Bandwidth | None) -> Apart:
         mega.close()
     stages = timeline.stages(subject.stage_reads(rows, context), read and read.bytes_per_second)
     diagnosis = timeline.diagnosis(subject.module("flow").PRODUCERS)
-    return Apart(rows, context, timeline, stages, diagnosis, _mixtures(timeline, subject.model.config))
+    indexed = subject.module("flow").indexed_mixtures(subject.model.config)
+    return Apart(rows, context, timeline, stages, diagnosis, _mixtures(timeline, indexed))
 
 
-def _mixtures(timeline: Timeline, config: Any) -> tuple[float, float] | None:
+def _mixtures(timeline: Timeline, indexed: list[bool | None]) -> tuple[float, float] | None:
     """Of mixture layers without and with an indexer, how long the median one takes; None where there are not both."""
     kinds: dict[bool, list[float]] = {False: [], True: []}
-    for length, dense, full in zip(timeline.layer_lengths(), config.dense_layers, config.full_index, strict=True):
-        if not dense:
-            kinds[full].append(length)
+    for length, own in zip(timeline.layer_lengths(), indexed, strict=True):
+        if own is not None:
+            kinds[own].append(length)
     if not all(kinds.values()) or timeline.unit != "us":
         return None
     return statistics.median(kinds[False]), statistics.median(kinds[True])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocmega import registry
-from rocmega.cache import PAGE, PagedCache
+from rocmega.cache import PAGE
 from rocmega.compare.options import Options
 from rocmega.drivers.select import pick
 from rocmega.errors import RequestError
@@ -50,13 +50,12 @@ class Model:
 
 def load(options: Options, driver: Driver, progress: Progress = silent) -> Model:
     """A preset with random weights, a checkpoint or a pack. Raises RocmegaError if there is no such model."""
-    from rocmega.models.glm.presets import PRESETS, preset
-
-    if options.model in PRESETS:
-        return _random(preset(options.model), options, driver, progress)
+    if options.model in registry.preset_names():
+        return _random(registry.presets_of(options.model).preset(options.model), options, driver, progress)
     directory = Path(options.model)
     if not directory.is_dir():
-        raise RequestError(f"--model {options.model!r} is neither a folder nor one of {', '.join(PRESETS)}.")
+        known = ", ".join(registry.preset_names())
+        raise RequestError(f"--model {options.model!r} is neither a folder nor one of {known}.")
     if options.layers is not None or options.format is not None:
         raise RequestError("--layers and --format are for models by name, which have random weights.")
     return _stored(directory, options, driver, progress)
@@ -67,12 +66,9 @@ def _random(fields: dict[str, Any], options: Options, driver: Driver, progress: 
 
     family = str(fields["model_type"])
     shard, weights = registry.family_module(family, "shard"), registry.family_module(family, "weights")
-    whole = registry.family_module(family, "config").from_dict(fields)
+    whole, changed = shard.measurable(registry.family_module(family, "config").from_dict(fields))
     config = whole if options.layers is None else shard.first_layers(whole, options.layers)
-    format = options.format or ("f32" if options.model.endswith("-tiny") else "fp8")
-    formats = weights.Formats(
-        linear="fp8" if format == "mxfp4" else format, island="f32" if format == "f32" else "bf16", expert=format
-    )
+    formats = weights.named_formats(config, options.format or ("f32" if options.model.endswith("-tiny") else None))
     plan = weights.plan(config, formats, tp=options.tp, arch=driver.arch, activations=options.activations)
     values = random_fields(
         plan,
@@ -82,9 +78,11 @@ def _random(fields: dict[str, Any], options: Options, driver: Driver, progress: 
         shares=options.tp,
         seed=options.seed,
         progress=progress,
+        plain=shard.plain_fields(config),
     )
     packed = weights.assemble(plan.formats, config, values, options.tp, options.rank)
-    return Model(family, config, packed, list(plan.fields.values()), f"random weights, made there, seed {options.seed}")
+    about = "; ".join(filter(None, (f"random weights, made there, seed {options.seed}", changed)))
+    return Model(family, config, packed, list(plan.fields.values()), about)
 
 
 def _stored(directory: Path, options: Options, driver: Driver, progress: Progress) -> Model:
@@ -125,7 +123,7 @@ class Subject:
     driver: Driver
     model: Model
     contexts: tuple[int, ...]
-    cache: PagedCache
+    cache: Any
     _megas: dict[tuple[bool, int], Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -139,7 +137,7 @@ class Subject:
             raise RequestError(f"--contexts {max(contexts)}: the model's longest context is {longest} tokens.")
         progress("filling the cache with noise")
         spec = model.config.cache_spec(model.weights.formats.cache)
-        most = _free_bytes(driver) // spec.page_bytes()
+        most = max(0, _free_bytes(driver) - max(options.rows) * spec.state_bytes()) // spec.page_bytes()
         wanted = [_pages(rows, context) for rows in options.rows for context in contexts]
         possible = [pages for pages in wanted if pages <= most]
         if not possible:
@@ -148,11 +146,13 @@ class Subject:
                 f"the smallest cache that was asked for takes {smallest:.1f} GB beside the weights, and {free:.1f} GB "
                 "are free: ask for fewer rows, contexts or layers."
             )
-        cache = PagedCache(spec, max(possible), driver)
+        cache = spec.open(max(possible), max(options.rows), driver)
         generator = torch.Generator(cache.device).manual_seed(options.seed)
-        for pool in (*cache.latent, *cache.index):
-            if pool is not None:
+        for pool in cache.memory():
+            if pool.is_floating_point():
                 pool.normal_(generator=generator)
+            else:  # tokens
+                pool.random_(0, model.config.vocab_size, generator=generator)
         return cls(options, driver, model, contexts, cache)
 
     @property
@@ -233,10 +233,13 @@ class Subject:
         return f"no room: the cache has {self.cache.pages * size:.1f} GB, and {short * size:.1f} GB more are needed"
 
     def batch(self, rows: int, context: int) -> StepBatch:
-        """Rows of different requests, each with `context` tokens, its own included."""
-        pages = _pages(rows, context)
-        table = torch.arange(pages, dtype=torch.int32).view(rows, -1)
-        return StepBatch(self._tokens(rows), torch.full((rows,), context - 1, dtype=torch.int32), table)
+        """Rows of different requests, each with `context` tokens, its own included. The batch before is void."""
+        for row in range(max(self.options.rows)):
+            self.cache.release(row)
+        for row in range(rows):
+            self.cache.grow(row, context)
+        positions = torch.full((rows,), context - 1, dtype=torch.int32)
+        return StepBatch(self._tokens(rows), positions, self.cache.block_table(range(rows)))
 
     def with_other_tokens(self, batch: StepBatch, draw: int) -> StepBatch:
         """The same rows at the same positions."""

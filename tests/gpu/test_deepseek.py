@@ -116,9 +116,6 @@ def real(name: str, driver: Any) -> tuple[Any, Any]:
     stored = weights.Formats(linear, "bf16", "mxfp4", "mxfp8" if config.engram else "")
     made = plan(config, stored, arch=driver.arch)
     values = random_fields(made, LAYERS[name], driver.device, plain=shard.plain_fields(config))
-    for name_, value in values.items():  # published scales of 32x32 blocks are powers of two
-        if made.fields[name_].format.startswith("fp8_32"):
-            value.scales.copy_(torch.exp2(value.scales.log2().round()))
     return config, weights.assemble(made.formats, config, values)
 
 

@@ -75,7 +75,11 @@ def test_candidates_are_the_best_blocks_and_the_newest(data):
     length, size, blocks = (data.draw(st.integers(1, top)) for top in (30, 5, 5))
     scores = data.draw(st.lists(st.sampled_from([0.0, 1.0, -1.0, 2.0, 0.5]), min_size=length, max_size=length))
     count = data.draw(st.integers(1, length))
-    mask = formulas.candidate_mask(torch.tensor([[scores]]), torch.tensor([[count]]), blocks, size)[0, 0]
+    counts = torch.tensor([[count]])
+    chosen = formulas.candidate_blocks(
+        formulas.block_scores(torch.tensor([[scores]]), counts, size), counts, blocks, size
+    )
+    mask = formulas.candidate_mask(*chosen, size, length)[0, 0]
     newest = (count - 1) // size
     best = {block: max(scores[block * size : min((block + 1) * size, count)]) for block in range(newest + 1)}
     ranked = sorted(best, key=lambda block: (block != newest, -best[block], block))[:blocks]
