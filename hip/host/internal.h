@@ -30,6 +30,7 @@ void describe_stuck();
 
 // shared.cpp
 Region* find_region(uint64_t offset);                           // null if in none
+HOST_COLD void bad_access(const void* p);                       // does not come back
 void describe_address(const void* p, char* text, size_t size);  // where it lies in or beside which region
 
 // memory.cpp: one L2 per XCD in front of a common memory, and stores that take their time.

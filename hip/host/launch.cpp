@@ -215,6 +215,7 @@ extern "C" void rocmega_host_launch(const Launch* wanted, Result* out) {
   checking = launch.flags & CHECK;
   launch_blocks = launch.blocks, n_xcds = launch.ranks * launch.xcds;
   window = launch.arena->window, data = launch.arena->data, window_bytes = launch.arena->bytes;
+  unchecked_bytes = checking ? 0 : window_bytes;
   make_fibers();
   start_fibers();
   scheduler_start();

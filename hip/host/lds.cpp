@@ -84,7 +84,7 @@ void lds_check(const char* name, uint32_t word, uint32_t index, LdsAccess access
     constexpr const char* DOES[] = {"reads", "writes", "changes atomically"};
     report(
         "LDS race: %s stage %s task %u thread %d %s %s[%u], which another thread %s in stage %s task %u with "
-        "no barrier between",
+        "no barrier between; missing: block_barrier(), or wave_barrier() within a wave",
         block_name(b.index), stage_name(self->place.stage), self->place.task, me - 1, DOES[access], name, index,
         wrote  ? "wrote"
         : read ? "read"

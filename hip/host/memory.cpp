@@ -1,19 +1,18 @@
-// The memory model: stores that take their time, one L2 per XCD that is not coherent with the others, and with each copy
+// The memory model (its parameters: memory_model.h): stores that take their time, one L2 per XCD that is not coherent with the others, and with each copy
 // of a word the epoch it was written in. It is adversarial: what hardware may do, it does on some seed.
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "memory_model.h"
 #include "order.h"
 
 namespace host {
-
-constexpr uint32_t LINE = 32;  // words: 128 bytes
 
 // A store on its way: issued by a lane, not yet in its XCD's L2 (plain) or in memory (device scope).
 struct Store {
   Region* region;
   uint64_t word;  // in the region
-  uint32_t count, data[2], epoch;
+  uint32_t count, data[WHOLE], epoch;
   Scope scope;
   uint8_t lane;
   const Snapshot* published;  // tagged words: what their readers learn
@@ -172,7 +171,7 @@ void arrive(Wave& wave, const Store& s) {
   for (uint32_t i = 0; i < s.count; ++i) {
     uint64_t word = s.word + i;
     uint32_t bit = 1u << word % LINE;
-    if (s.scope == PLAIN) {
+    if (SCOPES[s.scope].in_l2) {
       Line* line = touch_line(cache, s.region, word);
       line->data[word % LINE] = s.data[i], line->epoch[word % LINE] = s.epoch, line->valid |= bit, line->dirty |= bit;
       ++changes;
@@ -224,7 +223,7 @@ Word load_word(const Fiber& f, Spot at, Scope scope) {
   Cache& cache = l2[f.wave->block->xcd];
   uint32_t i = at.word % LINE;
   Line* line = find_line(cache, at.region, at.word);
-  if (scope != PLAIN) {
+  if (!SCOPES[scope].in_l2) {
     if (line && line->dirty >> i & 1) return {line->data[i], line->epoch[i]};
     return {memory_of(at.region, at.word), at.region->epochs[at.word]};
   }
@@ -257,9 +256,11 @@ void note_writer(Spot at, Scope scope, uint32_t epoch, bool tagged) {
   const Place& place = self->place;
   uint16_t block = self->wave->block->index, thread = self->thread;
   if (epoch && w.launch == launch.serial && w.epoch == epoch && (w.block != block || w.thread != thread))
-    report("%s stage %s task %u stores byte %llu of %s for epoch %u, which %s stage %s task %u stored too",
-           block_name(block), stage_name(place.stage), place.task, (unsigned long long)at.word * 4, at.region->name,
-           epoch, block_name(w.block), stage_name(w.stage), w.task);
+    report(
+        "%s stage %s task %u stores byte %llu of %s for epoch %u, which %s stage %s task %u stored too; "
+        "missing: one task alone that stores a word in an epoch",
+        block_name(block), stage_name(place.stage), place.task, (unsigned long long)at.word * 4, at.region->name, epoch,
+        block_name(w.block), stage_name(w.stage), w.task);
   w.block = block, w.thread = thread, w.stage = place.stage, w.scope = scope, w.tagged = tagged;
   w.task = place.task, w.epoch = epoch, w.launch = launch.serial, w.clock = order_clock();
 }
@@ -268,9 +269,11 @@ void note_writer(Spot at, Scope scope, uint32_t epoch, bool tagged) {
 void check_tag(Spot at, uint32_t tag) {
   const History& w = at.region->history[at.word];
   if (w.launch && (int)(tag - w.epoch) <= 0)
-    report("%s stage %s task %u stores tag %u where %s stage %s task %u stored tag %u: epochs must grow",
-           block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task, tag,
-           block_name(w.block), stage_name(w.stage), w.task, w.epoch);
+    report(
+        "%s stage %s task %u stores tag %u where %s stage %s task %u stored tag %u: epochs must grow; "
+        "missing: an epoch of its own for this store",
+        block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task, tag, block_name(w.block),
+        stage_name(w.stage), w.task, w.epoch);
 }
 
 void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
@@ -279,16 +282,15 @@ void wrong_epoch(Spot at, Scope scope, uint32_t wanted, uint32_t got) {
   if (wanted != ANY) snprintf(what, sizeof what, "epoch %u", wanted);
   const History& w = at.region->history[at.word];
   bool not_yet = wanted != ANY && (w.launch != launch.serial || (int)(w.epoch - wanted) < 0);
-  bool stale = scope == PLAIN && at.region->epochs[at.word] == (wanted == ANY ? w.epoch : wanted);
+  bool stale = SCOPES[scope].in_l2 && at.region->epochs[at.word] == (wanted == ANY ? w.epoch : wanted);
   report("%s load by %s (XCD %d) stage %s task %u wants %s of byte %llu of %s and gets that of epoch %u: %s%s",
-         scope == PLAIN          ? "plain"
-         : scope == DEVICE_SCOPE ? "device"
-                                 : "system",
-         block_name(self->wave->block->index), self->wave->block->xcd, stage_name(self->place.stage), self->place.task,
-         what, (unsigned long long)at.word * 4, at.region->name, got, why,
-         stale     ? ", a stale line; missing: acquire_device()"
-         : not_yet ? "; missing: anything that orders the load behind the store, or the store"
-                   : "");
+         SCOPES[scope].name, block_name(self->wave->block->index), self->wave->block->xcd,
+         stage_name(self->place.stage), self->place.task, what, (unsigned long long)at.word * 4, at.region->name, got,
+         why,
+         stale                    ? ", a stale line; missing: acquire_device()"
+         : strstr(why, "missing") ? ""
+         : not_yet                ? "; missing: anything that orders the load behind the store, or the store"
+                                  : "; missing: anything that orders the load before the later store: a slot more");
 }
 
 }  // namespace
@@ -340,10 +342,13 @@ void explain_word(const void* p, char* text, size_t size) {
 
 void check_scope(const void* p, Scope scope) {
   Spot at = spot_of(p, 1);
-  if (!at.region->peers || scope == SYSTEM_SCOPE) return;
-  report("%s stage %s task %u accesses byte %llu of %s, which other ranks write, with less than system scope",
-         block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task,
-         (unsigned long long)at.word * 4, at.region->name);
+  if (!at.region->peers || SCOPES[scope].to_peers) return;
+  report(
+      "%s stage %s task %u accesses byte %llu of %s, which other ranks write, with less than system scope; missing: "
+      "the "
+      "accessors for peers' memory, whose names end with _system",
+      block_name(self->wave->block->index), stage_name(self->place.stage), self->place.task,
+      (unsigned long long)at.word * 4, at.region->name);
 }
 
 void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoch, bool tagged) {
@@ -355,8 +360,8 @@ void checked_store(void* p, const void* v, int words, Scope scope, uint32_t epoc
         "said to write",
         wave_text(self->wave - waves), place_text(self->place.stage, self->place.task), where_text(at));
   if (tagged) check_tag({at.region, at.word + 1}, epoch);
-  for (int i = 0; i < words; i += 2) {  // 8 bytes travel together, 16 may be torn
-    Store s{at.region,           at.word + i, (uint32_t)(words - i < 2 ? words - i : 2), {}, epoch, scope,
+  for (int i = 0; i < words; i += WHOLE) {  // what is wider may be torn
+    Store s{at.region,           at.word + i, (uint32_t)(words - i < WHOLE ? words - i : WHOLE), {}, epoch, scope,
             (uint8_t)self->lane, nullptr};
     memcpy(s.data, (const uint32_t*)v + i, 4 * s.count);
     for (uint32_t j = tagged; j < s.count; ++j) order_store({at.region, s.word + j}, scope, epoch, tagged);

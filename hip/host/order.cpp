@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "memory_model.h"
 #include "order.h"
 
 namespace host {
@@ -132,7 +133,7 @@ const char* missing(const History& h, Scope load, char (&text)[160]) {
   if (u == w) return nullptr;
   const Knowledge& k = knowledge[w];
   const Block &theirs = *waves[u].block, &mine = *waves[w].block;
-  bool plain_far = h.scope == PLAIN && theirs.xcd != mine.xcd;
+  bool plain_far = SCOPES[h.scope].in_l2 && theirs.xcd != mine.xcd;
   uint32_t c = h.clock;
   if (k.of[ORDER][u] < c)
     return "anything that orders the load behind the store: a wait for its flag or tag, or a barrier";
@@ -144,7 +145,7 @@ const char* missing(const History& h, Scope load, char (&text)[160]) {
     snprintf(text, sizeof text, "release_device() on XCD %d between the plain store and what announces it", theirs.xcd);
     return text;
   }
-  if (load != PLAIN || &theirs == &mine) return nullptr;
+  if (!SCOPES[load].in_l2 || &theirs == &mine) return nullptr;
   if (k.arrived_at_acquire[u] >= c && (!plain_far || k.visible_at_acquire[u] >= c)) return nullptr;
   return "acquire_device() by this wave after it learned of the store and before its plain load (no acquire)";
 }
@@ -181,7 +182,7 @@ void check_writer(Spot at, History& h, uint32_t epoch, bool seen, bool tagged) {
   h.doubtful = false;
   if (!of_launch(h) || u == w) return;
   const Knowledge& k = knowledge[w];
-  bool plain_far = h.scope == PLAIN && waves[u].block->xcd != waves[w].block->xcd;
+  bool plain_far = SCOPES[h.scope].in_l2 && waves[u].block->xcd != waves[w].block->xcd;
   bool ordered = k.of[ORDER][u] >= h.clock;
   bool arrived = (plain_far ? k.of[VISIBLE] : k.of[ARRIVED])[u] >= h.clock || (h.tagged && seen);
   if (ordered && arrived) return;

@@ -94,12 +94,13 @@ template <class T> inline T get_slot() {
 extern char *window, *data;
 extern uint64_t window_bytes;
 
-HOST_COLD void bad_access(const void* p);
-inline void* data_of(const void* p) {
-  uint64_t offset = (const char*)p - window;
-  if (__builtin_expect(offset >= window_bytes, 0)) bad_access(p);
-  return data + offset;
+// How much of the window is copied from and to without a word: all of it, or nothing while `checking`. So one comparison asks
+// whether an address can be right and whether there is more to do, and checks that are off cost nothing.
+extern uint64_t unchecked_bytes;
+inline bool unchecked(const void* p) {
+  return __builtin_expect((uint64_t)((const char*)p - window) < unchecked_bytes, 1);
 }
+inline void* data_of(const void* p) { return data + ((const char*)p - window); }
 
 // Which words spinning threads look at, by a hash of the address; a store elsewhere wakes nobody.
 constexpr int WATCH = 4096;
@@ -110,28 +111,37 @@ inline void notice(const void* p) {
   if (watch_of(p) | watch_all) ++changes;
 }
 
+// With the checks on, or of an address that cannot be right: which they report, and do not come back.
 void checked_store(void* p, const void* v, int words, Scope, uint32_t epoch, bool tagged = false);
 void checked_load(const void* p, void* v, int words, Scope, uint32_t epoch);
 
 template <Scope scope, class T> inline void store(T* p, const T& v, uint32_t epoch) {
   static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 16, "shared data are accessed by 4, 8 or 16 bytes");
-  if (checking) return checked_store(p, &v, sizeof v / 4, scope, epoch);
+  if (!unchecked(p)) {
+    T copy = v;  // v itself then has no address, and can be in a register
+    return checked_store(p, &copy, sizeof v / 4, scope, epoch);
+  }
   memcpy(data_of(p), &v, sizeof v);
   notice(p);
   if (sizeof(T) == 16) notice((char*)p + 8);
 }
 // A value and its tag, 8 bytes at once.
 template <Scope scope, class P> inline void store_tagged(P* p, const P& pair, uint32_t tag) {
-  if (checking) return checked_store(p, &pair, 2, scope, tag, true);
+  if (!unchecked(p)) {
+    P copy = pair;
+    return checked_store(p, &copy, 2, scope, tag, true);
+  }
   store<scope>(p, pair, tag);
 }
 template <Scope scope, class T> inline T load(const T* p, uint32_t epoch) {
   static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 16, "shared data are accessed by 4, 8 or 16 bytes");
-  T v;
-  if (checking)
+  if (!unchecked(p)) {
+    T v;
     checked_load(p, &v, sizeof v / 4, scope, epoch);
-  else
-    memcpy(&v, data_of(p), sizeof v);
+    return v;
+  }
+  T v;
+  memcpy(&v, data_of(p), sizeof v);
   return v;
 }
 
@@ -142,10 +152,13 @@ extern uint32_t polls_in_turn;
 void check_scope(const void* p, Scope);  // memory that other ranks write is for system scope
 
 inline void poll(const void* p, void* pair, uint32_t wanted, Scope scope, bool is_flag) {
-  if (checking)
-    check_scope(p, scope), checked_poll(p, pair, wanted, is_flag);
-  else
+  if (!unchecked(p)) {
+    uint32_t got[2];
+    check_scope(p, scope), checked_poll(p, got, wanted, is_flag);
+    memcpy(pair, got, 8);
+  } else {
     memcpy(pair, data_of(p), 8);
+  }
   if (++polls_in_turn > 1u << 24) spins_without_pause();
   // A thread that asks for several words sleeps on the first that it does not have.
   if (!self->polled && (int)(((uint32_t*)pair)[1] - wanted) < 0) {
@@ -179,7 +192,7 @@ template <class T, uint32_t SIZE> class Lds {
 
   T* word(uint32_t index, LdsAccess access, uint32_t count = 1) const {
     if (__builtin_expect(index >= SIZE || count > SIZE - index, 0)) lds_outside(name, index, SIZE);
-    if (checking)
+    if (__builtin_expect(checking, 0))
       for (uint32_t i = index; i < index + count; ++i) lds_check(name, base + i, i, access);
     return (T*)(self->lds + base + index);
   }

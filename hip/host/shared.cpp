@@ -6,7 +6,7 @@
 namespace host {
 
 char *window, *data;
-uint64_t window_bytes;
+uint64_t window_bytes, unchecked_bytes;
 
 // The last region that begins at or before the offset; null if there is none.
 static Region* region_before(uint64_t offset) {
@@ -71,6 +71,7 @@ void peek(const Fiber& f, const void* p, void* pair) {
 }
 
 bool claim(uint32_t* p) {
+  if ((uint64_t)((const char*)p - window) >= window_bytes) bad_access(p);
   uint32_t* word = (uint32_t*)data_of(p);
   bool mine = *word == 0;
   if (checking) checked_claim(p, mine);

@@ -32,18 +32,22 @@ int say_who(const Fiber& f, char* text, size_t size) {
 }
 
 int say_what(const Fiber& f, char* text, size_t size) {
-  if (!f.polled) return snprintf(text, size, "something that it does not load as a pair;");
+  if (!f.polled)
+    return snprintf(text, size, "something that it does not load as a pair; missing: a store that ends its loop;");
   char where[200], why[300];
   describe_address(f.polled, where, sizeof where);
   explain_word(f.polled, why, sizeof why);
-  return snprintf(text, size, "tag %u of %s, sees %u (%s);", f.wanted, where, f.seen[1], why);
+  return snprintf(text, size, "tag %u of %s, sees %u (%s); missing: a store of that tag;", f.wanted, where, f.seen[1],
+                  why);
 }
 
 int say_companions(const Fiber& f, char* text, size_t size) {
   const Wave& w = *f.wave;
   if (w.at_barrier >> f.lane & 1)
-    return snprintf(text, size, "%d threads at a barrier;", (int)launch.threads - w.block->arrived);
-  return snprintf(text, size, "the rest of its wave%s;", w.at_mma >> f.lane & 1 ? " at a tile product" : "");
+    return snprintf(text, size, "%d threads at a barrier; missing: these threads;",
+                    (int)launch.threads - w.block->arrived);
+  return snprintf(text, size, "the rest of its wave%s; missing: those lanes;",
+                  w.at_mma >> f.lane & 1 ? " at a tile product" : "");
 }
 
 }  // namespace

@@ -39,4 +39,5 @@ def test_bug_is_found_and_named(kernel: str, mutant: int) -> None:
     assert found, "not found"
     assert time.process_time() - start < SECONDS
     assert re.search(message, found[0].text), found[0].text
+    assert "missing: " in found[0].text
     assert found[0].stage in STAGES

@@ -89,6 +89,7 @@ def test_mutant(chain: Chain, mutant: int) -> None:
             said.append(str(error))
     assert len(said) >= at_least, said
     assert any(re.search(pattern, text) for text in said), said
+    assert all("missing: " in text for text in said if "past the accessors" not in text), said
     assert all(re.search("stage (embed|squeeze|widen|narrow)", text) for text in said)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from rocmega.toolchain import assembly, search
+from rocmega.toolchain import Unit, assembly, search
 from tests.platform.kit import unit
 
 ARCHES = ("gfx942", "gfx950")
+STAGE = Path(__file__).parents[2] / "examples" / "checked_stage" / "normalize.hip"
 pytestmark = pytest.mark.skipif(search("gfx942").found is None, reason="no compiler for AMD GPUs")
 
 
@@ -96,6 +98,19 @@ def test_acquire(arch: str) -> None:
     plain = [i for i, line in enumerate(lines) if line.startswith("global_load_dword ") and not bits(line)]
     assert plain
     assert at[0] < plain[0]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_what_only_the_checker_reads_costs_nothing(arch: str, tmp_path: Path) -> None:
+    """The assembly stays the same, to the letter, without the marks and the epochs of untagged data."""
+    text = STAGE.read_text()
+    bare, marks = re.subn(r"(?m)^ *mark\(.*\n", "", text)
+    bare, epochs = re.subn(r"((?:load|store)_(?:plain|device)\(.*), a\.epoch\)", r"\1, 0u)", bare)
+    assert (marks, epochs) == (2, 3)
+    (tmp_path / STAGE.name).write_text(bare)
+    with_both, without = (assembly(Unit("stage", path), arch) for path in (STAGE, tmp_path / STAGE.name))
+    assert "s_barrier" in with_both
+    assert with_both == without
 
 
 @pytest.mark.parametrize("arch", ARCHES)
