@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from rocmega.drivers.base import Function
 from rocmega.drivers.host import HostDriver
 from rocmega.toolchain import Unit, compile
+from tests.models.glm.mutants import FAST
 
 THREADS, ERROR_WORDS = 256, 8
 LDS_WORDS = 15104  # as tight as the tightest target
@@ -31,11 +32,19 @@ class Region:
         return self.count * (8 if self.pairs else self.dtype.itemsize)
 
 
+def function(
+    source: Path, kernel: str, sizes: str, stages: Sequence[str], headers: Mapping[str, str] | None = None
+) -> Function:
+    """sizes: the text of sizes.h, which the source includes. headers: others that are not as they lie there."""
+    return _function(source, kernel, sizes, tuple(stages), tuple((headers or {}).items()))
+
+
 @cache
-def function(source: Path, kernel: str, sizes: str, stages: Sequence[str]) -> Function:
-    """sizes: the text of sizes.h, which the source includes."""
-    header = f"#pragma once\n{sizes}\nconstexpr int RANKS = 1, LDS_WORDS = {LDS_WORDS};\n"
-    unit = Unit(f"stage-{kernel}", source, {"sizes.h": header}, {})
+def _function(
+    source: Path, kernel: str, sizes: str, stages: tuple[str, ...], headers: tuple[tuple[str, str], ...]
+) -> Function:
+    header = f"#pragma once\n{FAST if headers else ''}{sizes}\nconstexpr int RANKS = 1, LDS_WORDS = {LDS_WORDS};\n"
+    unit = Unit(f"stage-{kernel}", source, {"sizes.h": header, **dict(headers)}, {})
     return HostDriver().load(compile(unit, "host")).function(kernel, list(stages))
 
 
