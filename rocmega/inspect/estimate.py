@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rocmega.packing.plan import Field
 
 LATENCY_NS = 800.0  # assumed, of a load from memory while all of it is in use; nothing was measured
-EXACT = ("router", "index_weights")  # fields whose products see float32
+# Fields whose products see float32.
+EXACT = ("router", "index_weights", "entry_kv", "entry_gate", "key_kv", "key_gate", "key_of_entry")
 
 
 @dataclass(frozen=True)
