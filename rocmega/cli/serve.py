@@ -28,6 +28,9 @@ def serve(
     tokens_per_launch: str = typer.Option("1", help="Steps of the mega-task in one launch: a number, or auto."),
     max_waiting: int = typer.Option(256, min=1, help="How many requests may wait; more are told to come back (429)."),
     max_body: int = typer.Option(4 << 20, min=1, help="Bytes of a request's body."),
+    shutdown_seconds: int = typer.Option(
+        20, min=0, help="After SIGTERM or Ctrl-C, how long answers that have begun may go on; then they end."
+    ),
 ) -> None:
     """Serve completions and chats over HTTP, as OpenAI's API has them."""
     try:
@@ -55,7 +58,13 @@ def serve(
     with llm:
         llm.engine.max_waiting = max_waiting
         options = Options(model_name or directory.resolve().name, api_key, max_body)
-        uvicorn.run(create_app(llm, options), host=host, port=port, log_level="info")
+        uvicorn.run(
+            create_app(llm, options),
+            host=host,
+            port=port,
+            log_level="info",
+            timeout_graceful_shutdown=shutdown_seconds,  # its own default waits for ever for a client that never reads
+        )
 
 
 def _launch(tokens: str) -> int | Literal["auto"]:
