@@ -333,11 +333,14 @@ class Runner:
     def _packed_weights(self, directory: Path) -> Any:
         from rocmega.models.common.weights import is_of
         from rocmega.packing import open_pack
+        from rocmega.packing.plan import DRAFT
 
         pack = open_pack(directory)
         # The standard path understands every architecture's bytes; kernels only their own.
         pack.check_for(arch=None if self.driver is None else self.driver.arch, tp=self.tp, rank=self.rank)
-        fields = pack.load(self.device, wanted=lambda field: is_of(field, self._section))
+        fields = pack.load(
+            self.device, wanted=lambda field: not field.startswith(DRAFT) and is_of(field, self._section)
+        )
         return self._module("weights").assemble(pack.formats, self.config, fields)
 
     def _shared(self) -> dict[str, Any]:

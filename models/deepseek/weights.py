@@ -86,6 +86,11 @@ def plan_of(
     return plan(config, check(checkpoint, config), tp=tp, arch=arch, activations=activations)
 
 
+def pack_plan(checkpoint: Checkpoint, config: DeepseekConfig, *, tp: int = 1, arch: str | None = None) -> Plan:
+    """What a pack on disk holds. Raises as `plan_of`."""
+    return plan_of(checkpoint, config, tp=tp, arch=arch)
+
+
 def pack(
     checkpoint: Checkpoint,
     config: DeepseekConfig,

@@ -14,8 +14,9 @@ changes what is guessed, never what is answered.) Embedding and head are the mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,17 +25,18 @@ from rocmega.cache import PagedCache
 from rocmega.checkpoint.tiles import PackedMatrix
 from rocmega.errors import CheckpointError
 from rocmega.models.common.formulas import rms_norm
-from rocmega.models.common.weights import Layer, by_layer, carry_out
+from rocmega.models.common.weights import Layer, Value, carry_out
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.plan import LayerBuilder, packed_formats
-from rocmega.models.glm.published import DRAFT_NORMS, Formats, check_part, draft_tensors, with_draft_layer
+from rocmega.models.glm.plan import draft_plan
+from rocmega.models.glm.published import Formats, check_part, draft_tensors, has_draft_layer
 from rocmega.models.glm.standard import StandardPath
 from rocmega.models.glm.weights import GlmWeights
-from rocmega.packing.plan import Plan
+from rocmega.packing.plan import DRAFT
 
 if TYPE_CHECKING:
     from rocmega.cache import Memory
     from rocmega.checkpoint import Checkpoint
+    from rocmega.packing import Pack
 
 
 @dataclass(frozen=True)
@@ -49,22 +51,34 @@ def load(
     checkpoint: Checkpoint, config: GlmConfig, device: torch.device | str = "cpu", activations: str = "bf16"
 ) -> DraftWeights:
     """Reads and packs the layer. Raises CheckpointError if the checkpoint has none, or not all of it."""
-    number, hidden = config.num_hidden_layers, config.hidden_size
-    if not config.num_nextn_predict_layers or f"model.layers.{number}.eh_proj.weight" not in checkpoint:
-        raise CheckpointError(
-            f"{checkpoint.directory} has no layer for guessing ahead (num_nextn_predict_layers in config.json, tensors "
-            f"model.layers.{number}.*): take draft_method='lookup', or a checkpoint that has one."
-        )
-    extended = with_draft_layer(config)
-    formats = packed_formats(extended, check_part(checkpoint, config, draft_tensors(config)), activations=activations)
-    builder = LayerBuilder(extended, formats, 1, plus_zero=False)
-    builder.layer(number)
-    for field, source in DRAFT_NORMS.items():
-        builder.vector(field, hidden, source)
-    builder.matrix("eh_proj", formats.island, (hidden, 2 * hidden), "eh_proj.weight")
-    todo = Plan(formats.to_json(), None, 1, builder.fields, builder.jobs)
-    fields = carry_out(checkpoint, todo, number + 1, None, device, 0)
-    return DraftWeights(formats, by_layer(fields, number + 1)[number])
+    if not has_draft_layer(checkpoint, config):
+        raise _lacking(checkpoint.directory, config)
+    stored = check_part(checkpoint, config, draft_tensors(config))
+    todo = draft_plan(config, stored, activations=activations)
+    return _weights(carry_out(checkpoint, todo, 0, None, device, 0))
+
+
+def load_packed(pack: Pack, config: GlmConfig, device: torch.device | str = "cpu") -> DraftWeights:
+    """The layer of a pack. Raises CheckpointError if it holds none."""
+    fields = pack.load(device, wanted=lambda field: field.startswith(DRAFT))
+    if not fields:
+        raise _lacking(pack.directory, config)
+    return _weights(fields)
+
+
+def _lacking(directory: Path, config: GlmConfig) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} has no layer for guessing ahead (num_nextn_predict_layers in config.json, tensors "
+        f"model.layers.{config.num_hidden_layers}.* of a checkpoint, {DRAFT}* of a pack for one rank): take "
+        "draft_method='lookup', or a checkpoint that has one, or pack that again."
+    )
+
+
+def _weights(fields: Mapping[str, Value]) -> DraftWeights:
+    layer = {name.removeprefix(DRAFT): value for name, value in fields.items()}
+    stored = {name: value.format for name, value in layer.items() if isinstance(value, PackedMatrix)}
+    formats = Formats(stored["q_a"], stored["eh_proj"], expert=stored["gate_up"], absorbed=stored["key_up"])
+    return DraftWeights(formats, layer)
 
 
 class DraftPath(StandardPath):

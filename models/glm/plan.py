@@ -17,8 +17,8 @@ from rocmega.errors import ConfigError
 from rocmega.models.common.plan import Builder, packed_format
 from rocmega.models.glm.activations import choose
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.published import Formats, mlps
-from rocmega.packing.plan import Field, Made, Plan, Reads, divide, finest_block
+from rocmega.models.glm.published import DRAFT_NORMS, Formats, mlps, with_draft_layer
+from rocmega.packing.plan import DRAFT, Field, Made, Plan, Reads, divide, finest_block
 
 if TYPE_CHECKING:
     from rocmega.checkpoint import Checkpoint
@@ -40,6 +40,18 @@ def plan(
         builder.layer(layer)
     builder.ends()
     return Plan(formats.to_json(), arch, tp, builder.fields, builder.jobs)
+
+
+def draft_plan(config: GlmConfig, stored: Formats, *, arch: str | None = None, activations: str = "auto") -> Plan:
+    """The plan of the layer for guessing ahead (draft.py), for one rank: fields "draft.X"."""
+    extended = with_draft_layer(config)
+    formats = packed_formats(extended, stored, 1, arch, activations)
+    builder = LayerBuilder(extended, formats, 1, plus_zero=arch == "gfx942")
+    builder.layer(config.num_hidden_layers, DRAFT)
+    for field, source in DRAFT_NORMS.items():
+        builder.vector(field, config.hidden_size, source)
+    builder.matrix("eh_proj", formats.island, (config.hidden_size, 2 * config.hidden_size), "eh_proj.weight")
+    return Plan(formats.to_json(), arch, 1, builder.fields, builder.jobs)
 
 
 def packed_formats(
@@ -126,9 +138,10 @@ class LayerBuilder(Builder):
         super().__init__(tp, plus_zero)
         self.config, self.formats = config, formats
 
-    def layer(self, layer: int) -> None:
+    def layer(self, layer: int, prefix: str | None = None) -> None:
+        """One layer. prefix: of its fields, "layers.N." if not given."""
         c, f = self.config, self.formats
-        self.prefix, self.source = f"layers.{layer}.", f"model.layers.{layer}."
+        self.prefix, self.source = prefix or f"layers.{layer}.", f"model.layers.{layer}."
         heads, hidden = c.num_attention_heads, c.hidden_size
         self.vector("attention_norm", hidden, "input_layernorm.weight")
         self.matrix("q_a", f.linear, (c.q_lora_rank, hidden), "self_attn.q_a_proj.weight")

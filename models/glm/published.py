@@ -151,6 +151,12 @@ def with_draft_layer(config: GlmConfig) -> GlmConfig:
     )
 
 
+def has_draft_layer(checkpoint: Checkpoint, config: GlmConfig) -> bool:
+    """Whether the files have the layer that config.json speaks of: some copies leave it out."""
+    number = config.num_hidden_layers
+    return bool(config.num_nextn_predict_layers) and f"model.layers.{number}.eh_proj.weight" in checkpoint
+
+
 def draft_tensors(config: GlmConfig) -> Expected:
     """Tensor name -> (shape, kind) of the layer for guessing ahead, scales not counted."""
     number, hidden = config.num_hidden_layers, config.hidden_size

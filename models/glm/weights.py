@@ -17,9 +17,10 @@ from rocmega.models.common.published import Expected as Expected
 from rocmega.models.common.weights import Layer as Layer
 from rocmega.models.common.weights import Progress, by_layer, carry_out, is_of, tensors_of
 from rocmega.models.glm.config import GlmConfig
-from rocmega.models.glm.plan import plan
+from rocmega.models.glm.plan import draft_plan, plan
 from rocmega.models.glm.published import Formats as Formats
 from rocmega.models.glm.published import check as check
+from rocmega.models.glm.published import check_part, draft_tensors, has_draft_layer
 from rocmega.models.glm.published import expected_tensors as expected_tensors
 from rocmega.models.glm.published import layer_tensors as layer_tensors
 from rocmega.models.glm.published import named_formats as named_formats
@@ -80,6 +81,18 @@ def plan_of(
 ) -> Plan:
     """The plan to pack a checkpoint. Raises CheckpointError if it does not fit its config.json, ConfigError as plan."""
     return plan(config, check(checkpoint, config), tp=tp, arch=arch, activations=activations)
+
+
+def pack_plan(checkpoint: Checkpoint, config: GlmConfig, *, tp: int = 1, arch: str | None = None) -> Plan:
+    """What a pack on disk holds: for one rank, a layer for guessing ahead too, if the checkpoint has one.
+
+    That layer runs on one rank alone, so packs for several have no use for it. Raises as `plan_of`.
+    """
+    model = plan_of(checkpoint, config, tp=tp, arch=arch)
+    if tp > 1 or not has_draft_layer(checkpoint, config):
+        return model
+    draft = draft_plan(config, check_part(checkpoint, config, draft_tensors(config)), arch=arch)
+    return replace(model, fields={**model.fields, **draft.fields}, jobs=[*model.jobs, *draft.jobs])
 
 
 def pack(

@@ -87,6 +87,7 @@ def _random(fields: dict[str, Any], options: Options, driver: Driver, progress: 
 
 def _stored(directory: Path, options: Options, driver: Driver, progress: Progress) -> Model:
     from rocmega.packing import find, open_pack
+    from rocmega.packing.plan import DRAFT
 
     tp, rank = options.tp, options.rank
     folder = find(directory, tp, rank)
@@ -97,7 +98,8 @@ def _stored(directory: Path, options: Options, driver: Driver, progress: Progres
         pack = open_pack(folder)
         pack.check_for(arch=driver.arch, tp=tp, rank=rank)
         packed = weights.assemble(pack.formats, whole, pack.load(driver.device), tp, rank)
-        return Model(family, whole, packed, list(pack.fields.values()), f"weights of the pack {folder.name}")
+        fields = [field for name, field in pack.fields.items() if not name.startswith(DRAFT)]
+        return Model(family, whole, packed, fields, f"weights of the pack {folder.name}")
     from rocmega.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(directory)

@@ -23,25 +23,29 @@ if TYPE_CHECKING:
 
 
 def load_layer(runner: Runner) -> Any:
-    """The layer of a loaded model's checkpoint, a family's DraftPath.
+    """The layer of a loaded model's checkpoint or pack, a family's DraftPath.
 
     Raises RequestError where it cannot be had, CheckpointError if the checkpoint has none, ConfigError if the family
     does not know it.
     """
     from rocmega.cache import TorchMemory
     from rocmega.checkpoint import Checkpoint
+    from rocmega.packing import open_pack
     from rocmega.registry import family_module
 
-    if runner.packed or runner.tp > 1 or runner.pipeline is not None:
-        lacking = "packs do not hold the layer" if runner.packed else "the layer runs on one rank and node alone"
+    if runner.tp > 1 or runner.pipeline is not None:
         raise RequestError(
-            f"draft_method='mtp': {lacking}. Load the checkpoint, on one GPU, or take draft_method='lookup'."
+            "draft_method='mtp': the layer runs in PyTorch, on one rank and node alone, and this model is shared by "
+            "several. Take draft_method='lookup'."
         )
     family = family_module(runner.family, "draft")
-    checkpoint = Checkpoint(runner.directory)
-    activations = "f32" if runner.activations == "f32" else "bf16"
-    weights = family.load(checkpoint, runner.config, runner.device, activations)
-    checkpoint.close()
+    if runner.packed:
+        weights = family.load_packed(open_pack(runner.directory), runner.config, runner.device)
+    else:
+        checkpoint = Checkpoint(runner.directory)
+        activations = "f32" if runner.activations == "f32" else "bf16"
+        weights = family.load(checkpoint, runner.config, runner.device, activations)
+        checkpoint.close()
     return family.DraftPath(runner.standard, weights, TorchMemory(str(runner.device)))
 
 

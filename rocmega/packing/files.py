@@ -16,10 +16,10 @@ import torch
 
 from rocmega.checkpoint import tiles
 from rocmega.checkpoint.layouts import StoredMatrix
-from rocmega.packing.plan import ITEMSIZE, Field, Made
+from rocmega.packing.plan import DRAFT, ITEMSIZE, Field, Made
 
 ALIGNMENT = 4096
-REST = "top.safetensors"
+REST, DRAFT_FILE = "top.safetensors", "draft.safetensors"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class PackFile:
 def file_of(field: str) -> str:
     """The file that holds a field."""
     parts = field.split(".")
+    if field.startswith(DRAFT):
+        return DRAFT_FILE
     return f"layer-{int(parts[1]):05d}.safetensors" if parts[0] == "layers" else REST
 
 

@@ -21,7 +21,7 @@ from rocmega.checkpoint.tiles import LAYOUT_TAG, LAYOUT_VERSION, PackedMatrix
 from rocmega.errors import CheckpointError, PackError
 from rocmega.packing.files import file_of
 from rocmega.packing.manifest import CHECKSUMS, MANIFEST, read_json
-from rocmega.packing.plan import Field, field_from_json
+from rocmega.packing.plan import DRAFT, Field, field_from_json
 from rocmega.packing.source import difference, fingerprint
 from rocmega.progress import Progress, silent
 
@@ -137,9 +137,12 @@ class Pack:
         self,
         device: torch.device | str = "cpu",
         progress: Progress = silent,
-        wanted: Callable[[str], bool] = lambda field: True,
+        wanted: Callable[[str], bool] = lambda field: not field.startswith(DRAFT),
     ) -> dict[str, PackedMatrix | torch.Tensor]:
-        """Field name -> packed matrices or plain tensor. On the CPU they are views of the mapped files."""
+        """Field name -> packed matrices or plain tensor. On the CPU they are views of the mapped files.
+
+        wanted: only these fields; by default all but those of a layer for guessing ahead.
+        """
         fields = {name: of for name, of in self.fields.items() if wanted(name)}
         total, done = sum(of.bytes() for of in fields.values()), 0
         out: dict[str, PackedMatrix | torch.Tensor] = {}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BAND_BYTES = 64 << 20  # larger tensors are read in bands of rows of about this size: it bounds the memory of packing
 BAND_ROWS = tiles.SCALE_BLOCK  # a band's rows are a multiple of this: whole tiles, whole blocks of scales
 ARCHS = ("host", "gfx942", "gfx950", "sm_90")
+DRAFT = "draft."  # begins the names of the fields of a layer for guessing ahead: a pack may hold one, no step reads it
 
 
 @dataclass(frozen=True)

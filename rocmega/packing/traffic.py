@@ -3,7 +3,7 @@
 Counting rules: each byte of a matrix that the step needs is read once, padding and scales included; of the routed
 experts of a layer, those that at least one of M rows chose, E * (1 - (1 - k / E)^M) of E if rows choose k at random; of
 the embedding and other tables, the rows that M tokens look up; the cache once for each row. Hand-offs, activations and
-second reads are not counted, so the times are limits that no implementation passes.
+second reads are not counted, nor is a layer for guessing ahead, so the times are limits that no implementation passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rocmega.packing.plan import Field
+from rocmega.packing.plan import DRAFT, Field
 
 # Peak memory bandwidth in bytes per second, from the makers' data sheets: AMD Instinct MI300X (HBM3, 5.3 TB/s), AMD
 # Instinct MI355X (HBM3E, 8 TB/s), NVIDIA H200 (HBM3e, 4.8 TB/s). What can be measured is less.
@@ -27,6 +27,8 @@ def distinct_experts(experts: int, chosen: int, rows: int) -> float:
 
 def read_bytes(field: Field, rows: int) -> float:
     """Bytes of a field that a step of `rows` rows reads."""
+    if field.name.startswith(DRAFT):
+        return 0
     reads = field.reads
     if reads.kind == "rows":
         return rows * max(1, reads.chosen) * field.bytes() / field.shape[0]
@@ -70,7 +72,8 @@ def lines(fields: Iterable[Field]) -> list[Line]:
     """The fields, those of a kind together, in their order."""
     groups: dict[tuple[Any, ...], list[Field]] = {}
     for field in fields:
-        key = (field.name.rsplit(".", 1)[-1], field.format, field.shape, field.count)
+        name = field.name if field.name.startswith(DRAFT) else field.name.rsplit(".", 1)[-1]
+        key = (name, field.format, field.shape, field.count)
         groups.setdefault(key, []).append(field)
     return [
         Line(

@@ -64,7 +64,7 @@ def pack_checkpoint(
     checkpoint = Checkpoint(directory)
     try:
         progress("reading headers")
-        plan = weights.plan_of(checkpoint, config, tp=tp, arch=arch)
+        plan = weights.pack_plan(checkpoint, config, tp=tp, arch=arch)
         source = fingerprint(checkpoint)
         sidecars = [directory / name for name in SIDECARS if (directory / name).is_file()]
         with ExitStack() as stack:

@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from rocmega import LLM, SamplingParams
 from rocmega.errors import CheckpointError, RequestError
+from rocmega.packing import open_pack, pack_checkpoint
+from rocmega.packing.plan import DRAFT
+from rocmega.packing.traffic import read_bytes
 
 NAME = "glm-5.2-mtp-tiny"
 SETTINGS = {"device": "host", "max_rows": 8, "max_model_len": 128}
@@ -121,15 +124,35 @@ def test_what_cannot_be_had_is_refused(tiny, random_model, tiny_checkpoint):
         LLM(tiny_checkpoint("deepseek-v4-flash-tiny"), path="standard", **SETTINGS, **MTP)
 
 
-def test_packs_do_not_hold_the_layer(random_model, tmp_path):
-    from typer.testing import CliRunner
+def test_a_pack_guesses_what_its_checkpoint_does(random_model, tmp_path):
+    pack_checkpoint(random_model, tmp_path, arch="host")
+    few = SamplingParams(max_tokens=9, logit_bias=dict.fromkeys([7, 9], 60.0))
+    (wanted, of_checkpoint, _), (got, of_pack, _) = (
+        answers(directory, [[3, 1, 4], [5]], few, path="standard", **MTP) for directory in (random_model, tmp_path)
+    )
+    assert got == wanted
+    assert 0 < of_checkpoint["accepted_tokens"] == of_pack["accepted_tokens"]
 
-    from rocmega.cli.app import app
 
-    done = CliRunner().invoke(app, ["pack", str(random_model), "--out", str(tmp_path / "packed"), "--arch", "gfx950"])
-    assert done.exit_code == 0, done.output
-    with pytest.raises(RequestError, match="packs do not hold the layer"):
-        LLM(tmp_path / "packed", path="standard", **SETTINGS, **MTP)
+def test_a_pack_without_the_layer_says_so(tiny, random_model, tmp_path):
+    """Of a checkpoint that has none, and for ranks, on which it does not run."""
+    [plain] = pack_checkpoint(tiny, tmp_path / "plain", arch="host")
+    with pytest.raises(CheckpointError, match="no layer for guessing ahead"):
+        LLM(plain, path="standard", **SETTINGS, **MTP)
+    for pack in pack_checkpoint(random_model, tmp_path / "shared", arch="host", tp=2):
+        assert not [field for field in open_pack(pack).fields if field.startswith(DRAFT)]
+
+
+def test_a_pack_with_the_layer_is_no_larger_a_model(random_model, tmp_path):
+    """What is loaded for steps, and what they read, is without it; for any architecture."""
+    for arch in ("gfx942", "gfx950"):
+        [folder] = pack_checkpoint(random_model, tmp_path / arch, arch=arch)
+        pack = open_pack(folder)
+        held = [name for name in pack.fields if name.startswith(DRAFT)]
+        assert {"draft.eh_proj", "draft.gate_up", "draft.head_norm"} <= set(held)
+        assert not set(pack.load()) & set(held)
+        assert sum(read_bytes(pack.fields[name], 4) for name in held) == 0
+        pack.verify()
 
 
 def test_the_fused_path_leaves_nothing_for_the_layer(random_model, monkeypatch):
