@@ -29,9 +29,12 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path / "normalize.py"
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(1, SEEDS), (2, 6)])
-def test_a_model_is_clean(ranks: int, seeds: int) -> None:
-    arguments = ["--model", "glm-5.2", "--preset", "tiny", "--ranks", str(ranks), "--seeds", str(seeds)]
+@pytest.mark.parametrize(
+    ("model", "ranks", "seeds"),
+    [("glm-5.2", 1, SEEDS), ("glm-5.2", 2, 6), ("deepseek-v4-flash", 1, 5), ("deepseek-v4.1-flash", 1, 5)],
+)
+def test_a_model_is_clean(model: str, ranks: int, seeds: int) -> None:
+    arguments = ["--model", model, "--preset", "tiny", "--ranks", str(ranks), "--seeds", str(seeds)]
     result = run(app, ["check", *arguments, "--jobs", "1", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

@@ -57,7 +57,7 @@ def main() -> int:
         checkpoint = write_checkpoint("glm-5.2-tiny", Path(folder) / "tiny")
         write_tokenizer(checkpoint)
         # Too few pages for all rows at once, so that some requests have to give theirs back.
-        with LLM(checkpoint, path=options.path, device=options.device, max_rows=8, max_model_len=256, cache_pages=12,
+        with LLM(checkpoint, path=options.path, device=options.device, max_rows=8, max_model_len=256, cache_pages=7,
                  prefill_chunk=64, tokens_per_launch=int(launch) if launch.isdecimal() else launch) as llm:  # fmt: skip
             result = soak(llm, options.minutes, options.clients)
             result["preemptions"] = llm.metrics()["preemptions"]

@@ -116,6 +116,8 @@ def chat(content, role: str = "user", **fields):
 REFUSED = {
     "no prompt": ("completions", {}, "prompt"),
     "empty prompt": ("completions", {"prompt": []}, "no prompt"),
+    "empty text": ("completions", {"prompt": ""}, "empty"),
+    "no temperature": ("completions", {"prompt": "fox", "temperature": -1}, "temperature=-1"),
     "unknown token": ("completions", {"prompt": [512]}, "holds token 512"),
     "too long": ("completions", {"prompt": [1] * 300}, "max_model_len"),
     "too many tokens asked for": ("completions", {"prompt": "fox", "max_tokens": 300}, "max_model_len"),
