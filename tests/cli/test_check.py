@@ -13,7 +13,7 @@ from rocmega.cli.app import app
 
 run = CliRunner().invoke
 EXAMPLE = Path(__file__).parents[2] / "examples" / "checked_stage"
-SEEDS = 16  # of the model: all orders of the scheduler three times; by hand as many as one likes
+SEEDS = 10  # of a model: all orders of the scheduler twice; by hand as many as one likes
 
 
 @pytest.fixture
