@@ -218,9 +218,10 @@ class LLM:
         prompt_tokens, of which reused_tokens were in the cache; generated_tokens; steps and tokens per path;
         coverage (each path's share of the tokens, None before the first) and mega_coverage, that of the mega-task;
         drafted_tokens that were guessed, accepted_tokens among them, and accepted_length, the tokens that a request's
-        step with guesses gave on average (None if there was none); launches_of_several_steps; fallback_reasons
-        (why a step was not the mega-task's -> steps); finished (how -> requests); preemptions; prefill_seconds and
-        decode_seconds; requests running and waiting, and the cache's pages, as they are now.
+        step with guesses gave on average (None if there was none); launches_of_several_steps; single_step_reasons (why
+        a step was single though tokens_per_launch allows more -> steps); fallback_reasons (why a step was not the
+        mega-task's -> steps); finished (how -> requests); preemptions; prefill_seconds and decode_seconds; requests
+        running and waiting, and the cache's pages, as they are now.
         """
         counts, pages = self._engine.counts, self._engine.pages()
         tokens = {path: counts.tokens[path] for path in policy.PATHS}
@@ -237,6 +238,7 @@ class LLM:
             "drafted_tokens": counts.drafted,
             "accepted_tokens": counts.accepted,
             "accepted_length": 1 + counts.accepted / counts.drafted_steps if counts.drafted_steps else None,
+            "single_step_reasons": dict(counts.single),
             "fallback_reasons": dict(counts.reasons),
             "finished": dict(counts.finished),
             "preemptions": counts.preemptions,

@@ -241,17 +241,22 @@ class Runner:
         stops: Sequence[Collection[int]],
         path: str = "auto",
         choices: Sequence[Choice | None] | None = None,
-    ) -> TokenLaunch | None:
-        """Starts a launch of up to `count` tokens of each row; None where only single steps can be done.
+    ) -> TokenLaunch | str:
+        """Starts a launch of up to `count` tokens of each row; where only single steps can be done, says why.
 
         stops: of each row, tokens at which the launch ends. The rows are different sequences, with pages for all of it;
         whoever reads the launch counts what they have cached. Until it is over nothing else may run.
         """
         sequences = [sequence for sequence, _ in rows]
-        features = frozenset({"sampling" if any(choices or ()) else "greedy"})
-        one = self.tp == 1 and self.pipeline is None and hasattr(self._mega, "launch_many")  # not every family has it
-        if not one or self.decide(sequences, path, features, count).path != "mega":
-            return None
+        drawn = any(choices or ())
+        if self.decide(sequences, path, frozenset({"sampling" if drawn else "greedy"}), count).path != "mega":
+            return "the mega-task does not run these steps"
+        if not hasattr(self._mega, "launch_many"):
+            return f"models of family {self.family!r} have no launches of several steps yet"
+        if self.pipeline is not None:
+            return "nodes take turns with a step"
+        if self.tp > 1 and drawn:
+            return "ranks draw from the logits of all, when a step's launch is over"
         launch: TokenLaunch = self._mega.launch_many(self._batch(rows), count, stops, choices)
         return launch
 

@@ -231,7 +231,7 @@ struct ChooseTokens {
       if (c->adjustments) adjust(logits + first, vocab, c, adjustments + (u64)row * stride, adjusted + first, tag);
       Candidates from{(c->adjustments ? adjusted : logits) + first, vocab, tag, c->temperature, c->gap};
       u32 token = choose(from, c, later);
-      if (token != ~0u) tokens.put(row, token, tag);
+      if (token != ~0u) tokens.put(row, token, tokens.last(), tag);
       s.end();
       block_barrier();  // before LDS is written again
     }

@@ -41,19 +41,26 @@ DEVICE void publish_best(const Step& s, u32 tag, Best mine, Pair* best) {
   store_pair(to + 1, {mine.token, tag});
 }
 
-// The best of all ranks, whose tokens begin at rank * VOCAB_OF_RANK; by the one thread of a row that has this rank's.
-template <int VOCAB_OF_RANK> DEVICE bool best_of_ranks(Step& s, u32 tag, int row, Pair* const* candidates, Best& mine) {
+constexpr u32 LAST = MANY_TOKENS ? 1u << 31 : 0;  // beside a chosen token, which is below 2^21: the launch ends with it
+
+// The best of all ranks, whose tokens begin at rank * VOCAB_OF_RANK; by the one thread of a row that has this rank's. last: LAST
+// if this rank's host wants no more; after that, if any rank's does. So all ranks end with the same token.
+template <int VOCAB_OF_RANK>
+DEVICE bool best_of_ranks(Step& s, u32 tag, int row, Pair* const* candidates, Best& mine, u32& last) {
   auto place = [&](u32 rank) { return ((u64)rank * ROWS + row) * 2; };
-  push(s.rank, candidates, place(s.rank), {bits<u32>(mine.value), mine.token + s.rank * VOCAB_OF_RANK}, tag);
+  u32 token = mine.token + s.rank * VOCAB_OF_RANK;
+  push(s.rank, candidates, place(s.rank), {bits<u32>(mine.value), token | last}, tag);
   const Pair* own = load_constant(candidates + s.rank);
   Pair got[RANKS * 2];
   if (!collect_ranks<2>(s, tag, [&](int rank) { return own + place(rank); }, got)) return false;
   mine = Best();
-  UNROLL for (int rank = 0; rank < RANKS; ++rank) mine.offer(value_of(got[2 * rank]), got[2 * rank + 1].payload);
+  UNROLL for (int rank = 0; rank < RANKS; ++rank) {
+    u32 offered = got[2 * rank + 1].payload;
+    mine.offer(value_of(got[2 * rank]), offered & ~LAST);
+    last |= offered & LAST;
+  }
   return true;
 }
-
-constexpr u32 LAST = 1u << 31;  // beside a chosen token, which is below 2^21: the launch ends with it
 
 // Where a row's token goes: to the host, and to the next token of the launch.
 struct TokensOut {
@@ -62,12 +69,12 @@ struct TokensOut {
   Pair* ring;         // [rows] memory of the host, which reads it during the launch
   const u32* cancel;  // memory of the host: not 0 when it wants no more tokens
 
-  // Blocks that asked the host themselves would hear different answers, and some would wait for those that have left. So who
-  // chooses the token asks, and the answer goes with it: a read across the bus for each token, on the way to the next.
-  DEVICE void put(int row, u32 token, u32 tag) const {
+  // LAST if the host wants no more. Blocks that asked for themselves would hear different answers, and some would wait for
+  // those that have left. So who chooses the token asks, a read across the bus for each, and the answer goes with the token.
+  DEVICE u32 last() const { return MANY_TOKENS && load_system(cancel, ANY_EPOCH) ? LAST : 0; }
+  DEVICE void put(int row, u32 token, u32 last, u32 tag) const {
     store_plain(tokens + row, token, tag);
 #if MANY_TOKENS
-    u32 last = load_system(cancel, ANY_EPOCH) ? LAST : 0;
     store_pair_system(ring + row, {token, tag});
     store_pair(next + row, {token | last, tag});
 #endif
@@ -80,6 +87,8 @@ template <int VOCAB_OF_RANK> DEVICE bool choose_token(Step& s, u32 stage, u32 ta
   if (s.first_task() == 0) {
     s.begin(stage, 0, tag);
     int row = thread_id() / 16;
+    bool first_of_row = thread_id() % 16 == 0 && row < (int)s.rows;
+    u32 last = first_of_row ? tokens.last() : 0;  // first: the answer comes while other blocks are waited for
     Best mine;
     bool ok = true;
     for (int block = thread_id() % 16; block < (int)n_blocks() && row < (int)s.rows; block += 16) {
@@ -89,13 +98,12 @@ template <int VOCAB_OF_RANK> DEVICE bool choose_token(Step& s, u32 stage, u32 ta
       mine.offer(value_of(got[0]), got[1].payload);
     }
     if (!s.all_ok(ok)) return false;
-    bool first_of_row = thread_id() % 16 == 0 && row < (int)s.rows;
     mine = best_of(mine, first_of_row, 16, [&](int i) { return row * 16 + i; });
     if constexpr (RANKS > 1) {
-      if (first_of_row) ok = best_of_ranks<VOCAB_OF_RANK>(s, tag, row, candidates, mine);
+      if (first_of_row) ok = best_of_ranks<VOCAB_OF_RANK>(s, tag, row, candidates, mine, last);
       if (!s.all_ok(ok)) return false;
     }
-    if (first_of_row) tokens.put(row, mine.token, tag);
+    if (first_of_row) tokens.put(row, mine.token, last, tag);
   }
   s.finish(1);
   return true;

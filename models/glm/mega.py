@@ -114,9 +114,11 @@ class MegaPath(DecodePath):
         stops: of each row, at most 16 tokens; the launch ends with the first step in which a row chooses one of them.
         The rows are different requests, with pages for all the steps. choices: of the first step; of later ones the
         number is larger, and nothing else changes. The launch has to be read to its end before anything else runs.
+        Of several ranks each starts the same launch and reads its own ring: they end with the same token, whichever
+        is told to. They cannot draw: a draw needs all ranks' logits.
         Raises RequestError if that cannot be done in one launch.
         """
-        self._check_many(batch, tokens, stops)
+        self._check_many(batch, tokens, stops, choices)
         self.place(batch, logits=False, choices=choices)
         rows, steps = batch.rows, torch.arange(tokens, dtype=torch.int32)[:, None]
         self._positions[:tokens, :rows] = self._first_written[:tokens, :rows] = batch.positions + steps
@@ -124,7 +126,7 @@ class MegaPath(DecodePath):
         for row, ends in enumerate(stops):
             self._stops[row, : len(ends)] = torch.tensor(list(ends), dtype=torch.int32)
         self._count, self._streams = tokens, True
-        self._ring = ring = self._ring or TokenRing(self.driver, MAX_TOKENS, kernel.ROWS)
+        ring = self._ring_for_many()
         self._args.ring, self._args.cancel = ring.address, ring.cancel_address
         ring.begin()
         self.enqueue()
@@ -134,12 +136,32 @@ class MegaPath(DecodePath):
         self._flight = TokenLaunch(ring, self._running, rows, tokens, tag, span, stops, self._raise_if_given_up)
         return self._flight
 
-    def _check_many(self, batch: StepBatch, tokens: int, stops: Sequence[Collection[int]]) -> None:
-        whole = self.launches_per_step == 1 and self.pipeline is None
-        if self.weights.tp > 1 or not whole or not 1 <= tokens <= MAX_TOKENS:
+    def _ring_for_many(self) -> TokenRing:
+        """What launches of several tokens need is made with the first, on all ranks: a compiler takes longer than a
+        kernel waits for another rank's.
+        """
+        if self._ring is None:
+
+            def prepare() -> tuple[Function, TokenRing]:
+                return self._load(None, many=True), TokenRing(self.driver, MAX_TOKENS, kernel.ROWS)
+
+            what = "prepare launches of several tokens"
+            self._many, self._ring = self.group.agree(what, prepare) if self.group else prepare()
+        return self._ring
+
+    def _check_many(
+        self,
+        batch: StepBatch,
+        tokens: int,
+        stops: Sequence[Collection[int]],
+        choices: Sequence[Choice | None] | None,
+    ) -> None:
+        if self.launches_per_step > 1 or self.pipeline is not None or not 1 <= tokens <= MAX_TOKENS:
             raise RequestError(
-                f"{tokens} tokens in a launch: one rank can do 1 to {MAX_TOKENS}, in a launch that has all layers."
+                f"{tokens} tokens in a launch: 1 to {MAX_TOKENS} can be done, in a launch that has all layers."
             )
+        if self.weights.tp > 1 and any(choices or ()):
+            raise RequestError("several tokens in a launch of several ranks: these draw when a step's launch is over.")
         if len(stops) != batch.rows or any(len(ends) > self._stops.shape[1] for ends in stops):
             raise RequestError(f"each row of a launch has at most {self._stops.shape[1]} tokens at which it stops.")
         last = replace(batch, positions=batch.positions + (tokens - 1))
@@ -227,7 +249,7 @@ class MegaPath(DecodePath):
     def _launch(self) -> None:
         if not self._streams:
             return super()._launch()
-        self._many = self._many or self._load(None, many=True)
+        assert self._many is not None
         self._running = self.driver.start(self._many, *self._launch_shape())
 
     def _open_regions(self) -> None:

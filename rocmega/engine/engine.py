@@ -57,7 +57,7 @@ class Counts:
     """What has happened since the engine began; `steps` and `tokens` by path, `reasons` why a step fell back.
 
     `drafted`: tokens that were guessed; `accepted`: guesses that were right; `drafted_steps`: of single requests, with
-    guesses; `launches`: of several steps each.
+    guesses; `launches`: of several steps each; `single`: why a step was single though more are allowed in a launch.
     """
 
     prompt_tokens: int = 0
@@ -72,6 +72,7 @@ class Counts:
     steps: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    single: Counter[str] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
 
 
@@ -394,13 +395,17 @@ class Engine:
     def _launch(self, requests: list[Request]) -> list[Request] | None:
         """Starts a launch of several tokens of every request and takes the first; None if that is not to be."""
         stops = [self._acceptor.stops(request) for request in requests]
-        count = self._tokens_at_once(requests, stops)
+        if (reason := self._why_single(requests, stops)) is not None:
+            self.counts.single[reason] += 1
+            return None
+        count = self._tokens_at_once(requests)
         if count == 1:
             return None
         inputs = [(r.sequence, r.token(r.sequence.length)) for r in requests if r.sequence is not None]
         choices = [self._acceptor.choice(request) for request in requests]
         launch = self.runner.start(inputs, count, stops, self.path, choices)
-        if launch is None:
+        if isinstance(launch, str):
+            self.counts.single[launch] += 1
             return None
         self.counts.launches += 1
         self._flight = Flight(launch, requests)
@@ -446,11 +451,18 @@ class Engine:
             if request.changed is not None:
                 request.changed(request)
 
-    def _tokens_at_once(self, requests: list[Request], stops: list[frozenset[int]]) -> int:
-        """As many as nobody has to wait for, and as every request has pages for."""
-        single = self.draft_tokens or any(request.prefill_left for request in self._running)
-        if single or any(map(self._needs_the_host, requests)) or max(map(len, stops)) > STOPS:
-            return 1
+    def _why_single(self, requests: list[Request], stops: list[frozenset[int]]) -> str | None:
+        """What has to happen between the next steps on the host; None if nothing does."""
+        if self.draft_tokens:
+            return "tokens are guessed ahead"
+        if any(request.prefill_left for request in self._running):
+            return "a prompt is being cached"
+        if any(map(self._needs_the_host, requests)):
+            return "a request has penalties, wants log probabilities or is behind after a preemption"
+        return f"a request has more than {STOPS} stop tokens" if max(map(len, stops)) > STOPS else None
+
+    def _tokens_at_once(self, requests: list[Request]) -> int:
+        """As many as every request wants and has pages for."""
         count = min(self.tokens_per_launch, *(request.longest - request.length for request in requests))
         for request in requests:
             count = min(count, 1 + self._room_to_follow(request, count - 1))

@@ -44,6 +44,7 @@ class EngineMetrics(Collector):
             ("tokens", "path", "Tokens generated, by the path that did."),
             ("steps", "path", "Decode steps, by the path that ran them."),
             ("fallback_reasons", "reason", "Steps that the mega-task could not run, by reason."),
+            ("single_step_reasons", "reason", "Steps that were single though more are allowed in a launch, by reason."),
             ("finished", "how", "Requests that have ended, by how."),
         ):
             counter = CounterMetricFamily(f"rocmega_{name}", text, labels=[label])

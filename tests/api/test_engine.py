@@ -272,6 +272,8 @@ def test_many_tokens_a_launch_change_nothing(tiny):
         metrics = llm.metrics()
     assert [output.outputs for output in many] == plain
     assert metrics["launches_of_several_steps"] >= 2
+    behind = "a request has penalties, wants log probabilities or is behind after a preemption"
+    assert metrics["single_step_reasons"][behind] == 4
     assert metrics["mega_coverage"] == 1
     assert metrics["pages"]["held"] == 0
 

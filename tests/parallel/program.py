@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 import numpy as np
 import torch
 
+from rocmega import LLM, SamplingParams
 from rocmega.drivers.host import HostDriver
 from rocmega.errors import DriverError, RocmegaError
 from rocmega.parallel import TorchGroup
@@ -47,9 +49,31 @@ def borders() -> None:
         assert answer.item() == 10 * step
 
 
-def main(how: str) -> None:
+def launches(checkpoint: str, *, dies: bool = False) -> None:
+    """Answers of a tiny model on two ranks, many tokens a launch, one of which is ended early; prints what came."""
+    settings = {"path": "mega", "device": "host", "blocks": 2, "max_rows": 2, "max_model_len": 128}
+    with LLM(checkpoint, tensor_parallel_size=2, tokens_per_launch="auto", **settings) as llm:
+        stream = llm.stream([3, 1, 4], SamplingParams(max_tokens=100))
+        first = [next(stream) for _ in range(3)][-1]
+        if dies and int(os.environ["RANK"]) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dies:
+            list(stream)
+        stream.close()
+        greedy = [SamplingParams(max_tokens=count) for count in (5, 3, 3)]  # the third joins when the second has ended
+        answers = [first, *llm.generate([[3, 1, 4], [9], [8, 8]], greedy)]
+        answers += llm.generate([3, 1, 4], SamplingParams(max_tokens=3, temperature=1.0, seed=4))
+        metrics = llm.metrics()
+    tokens = [output.outputs[0].token_ids for output in answers]
+    wanted = ("launches_of_several_steps", "single_step_reasons", "tokens")
+    print(json.dumps({"answers": tokens, **{name: metrics[name] for name in wanted}}), flush=True)
+
+
+def main(how: str, *arguments: str) -> None:
     if how == "borders":
         return borders()
+    if how in ("launches", "lost launch"):
+        return launches(*arguments, dies=how == "lost launch")
     group = TorchGroup(int(os.environ["WORLD_SIZE"]), wait_seconds=WAIT_SECONDS, setup_seconds=30)
     driver = HostDriver(seed=group.rank)
     if how == "refuse" and group.rank == 1:
@@ -70,7 +94,7 @@ def main(how: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        main(*sys.argv[1:])
     except RocmegaError as error:
         print(type(error).__name__, error, file=sys.stderr, flush=True)
         sys.exit(2)

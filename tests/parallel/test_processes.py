@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,12 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from rocmega import LLM, SamplingParams
+from rocmega.models.glm import kernel
+from rocmega.models.glm.config import from_dir
+from rocmega.models.glm.weights import Formats
+from rocmega.toolchain import compile
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10.0  # from the failure to the last exit
 READY = 45.0  # Python and torch, on a busy machine
 
 
-def start(ranks: int, how: str) -> list[subprocess.Popen[str]]:
+def start(ranks: int, *how: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -28,7 +35,7 @@ def start(ranks: int, how: str) -> list[subprocess.Popen[str]]:
         }  # fmt: skip
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "tests.parallel.program", how],
+                [sys.executable, "-m", "tests.parallel.program", *how],
                 cwd=ROOT,
                 env={**os.environ, **{name: str(value) for name, value in variables.items()}},
                 stdout=subprocess.PIPE,
@@ -48,8 +55,8 @@ def ranks():
     """ranks(3, "die"): each one's exit code, output and errors, and the seconds from the first end to the last."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(count: int, how: str) -> tuple[list[tuple[int, str, str]], float]:
-        started.extend(start(count, how))
+    def run(count: int, *how: str) -> tuple[list[tuple[int, str, str]], float]:
+        started.extend(start(count, *how))
         deadline = time.monotonic() + READY
         while all(process.poll() is None for process in started) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -119,4 +126,37 @@ def test_a_node_that_dies_is_named_by_the_next(ranks):
     assert ended[0][0] == -9
     assert ended[1][0] == 2
     assert "PeerError rank 0 of node 0 cannot be reached any more" in ended[1][2]
+    assert seconds < SECONDS
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny) -> str:
+    """A checkpoint, with the kernels of two ranks built before anybody waits for them."""
+    for many in (False, True):
+        compile(kernel.unit(from_dir(tiny), Formats("f32", "f32"), "host", tp=2, many=many), "host")
+    return str(tiny)
+
+
+def test_many_tokens_a_launch_on_ranks(ranks, two_ranks):
+    """Those of one rank, and not one more or less on any rank; what draws goes step by step, and it is said why."""
+    ended, _ = ranks(2, "launches", two_ranks)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert ended[0][1] == ended[1][1]
+    seen = json.loads(ended[0][1])
+    with LLM(two_ranks, path="standard", device="host", max_model_len=128) as llm:
+        drawn = SamplingParams(max_tokens=3, temperature=1.0, seed=4)
+        samplings = [*[SamplingParams(max_tokens=count) for count in (3, 5, 3, 3)], drawn]
+        alone = llm.generate([[3, 1, 4], [3, 1, 4], [9], [8, 8], [3, 1, 4]], samplings)
+    assert seen["answers"] == [output.outputs[0].token_ids for output in alone]
+    assert seen["launches_of_several_steps"] >= 3
+    assert seen["tokens"]["mega"] < 60  # of the hundred that the stream could have had, few
+    assert seen["single_step_reasons"] == {"ranks draw from the logits of all, when a step's launch is over": 2}
+
+
+def test_a_rank_that_dies_in_a_launch_of_many_tokens_is_named(ranks, two_ranks):
+    ended, seconds = ranks(2, "lost launch", two_ranks)
+    assert ended[1][0] == -9
+    code, out, errors = ended[0]
+    assert (code, out) == (2, "")
+    assert "for rank 1 and tag" in errors
     assert seconds < SECONDS

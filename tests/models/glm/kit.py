@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -80,7 +81,7 @@ class Bench:
 
     Fields:
         driver: change its seed and check as you like.
-        mega: the path under test; `remake` makes another one, for other blocks, say.
+        mega: the path under test, made when it is wanted; `remake` makes another one, for other blocks, say.
         standard: the same model on the same cache.
     """
 
@@ -110,8 +111,12 @@ class Bench:
         self.noise = [torch.randn(pool.shape, generator=random).to(pool.dtype) for pool in self.pools]
         self.standard = StandardPath(config, weights, self.cache, activations=activations)
         self.max_model_len = max_model_len or max(positions) + 1
-        self.mega = self._make(blocks, mega_tasks, artifact)
+        self._options = blocks, mega_tasks, artifact
         self.reset()
+
+    @cached_property
+    def mega(self) -> MegaPath:
+        return self._make(*self._options)
 
     def _make(self, blocks: int, mega_tasks: int = 1, artifact: Artifact | None = None) -> MegaPath:
         return MegaPath(
@@ -132,7 +137,8 @@ class Bench:
         self.mega = self._make(blocks, mega_tasks, artifact)
 
     def close(self) -> None:
-        self.mega.close()
+        if "mega" in vars(self):
+            self.mega.close()
         self.cache.close()
 
     @property

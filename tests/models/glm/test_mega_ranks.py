@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from rocmega.checkpoint import Checkpoint
+from rocmega.errors import RequestError
 from rocmega.models.glm import mega, presets
 from rocmega.sampling import SamplingParams
 from rocmega.sampling.choose import Choice, choose_rows
 from tests.models.glm.kit import POSITIONS, Bench
-from tests.models.glm.ranks import RankOutcome, RanksBench
+from tests.models.glm.ranks import Launched, RankOutcome, RanksBench
 
 # Heads, widths and vocabulary that 2, 3, 4 and 8 ranks can share.
 SHARED = {
@@ -27,6 +28,7 @@ SEEDS = 30
 # A share is rounded once more than a whole: a sum of products in f32 is cut into as many pieces as there are ranks. In
 # bf16 the inputs of later layers are then the same numbers, but for those that a last bit tips over. Relative L2.
 LOGITS = {"f32": 1e-5, "bf16": 1e-2}
+TOKENS = 3  # of each row in a launch; the third one's go on over a page's end
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,9 @@ def same_on_all(outcomes: list[RankOutcome]) -> bool:
 
 @pytest.mark.parametrize(("kind", "tp"), [("bf16", 2), ("bf16", 3), ("f32", 4), ("f32", 8)])
 def test_ranks_agree_with_one_rank_and_to_the_bit_with_each_other(kind, tp, made):
+    """In bf16 with the mega-task of one. In f32 with PyTorch, which is as exact, and no kernel has to be compiled."""
     whole, ranks = made(kind, tp)
-    want, got = whole.step(), ranks.step()
+    want, got = whole.step() if kind == "bf16" else whole.standard_step(), ranks.step()
     assert same_on_all(got)
     assert got[0].outcome.tokens.tolist() == want.tokens.tolist()
     error = (got[0].outcome.logits - want.logits).norm() / want.logits.norm()
@@ -128,3 +131,39 @@ def test_tags_begin_anew_on_all_ranks(made):
     for _ in range(3):
         assert ranks.step()[0].outcome.same_bits(want[0].outcome)
     assert all(path._epoch < 1000 for path in ranks.paths)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(made) -> tuple[RanksBench, Launched]:
+    """And what they give in a launch for each token."""
+    _, ranks = made("f32", 4)
+    return ranks, ranks.one_by_one(TOKENS)
+
+
+def test_many_tokens_in_a_launch(four_ranks):
+    """The bits of a launch for each token, on all ranks, and nothing for the checks to find."""
+    ranks, want = four_ranks
+    assert len({tuple(rows) for rows in want.tokens}) > 1
+    assert all(got.same_bits(want) for got in ranks.launch(TOKENS))
+    assert all(got.same_bits(want) for got in ranks.launch(TOKENS, seed=3, check=True))
+    assert ranks.ranks.driver.last_report.reports == 0
+
+
+def test_a_launch_ends_with_the_same_token_on_all_ranks(four_ranks):
+    """With a row's stop token; and where one rank's host wants no more, whoever is further."""
+    ranks, want = four_ranks[0], four_ranks[1].tokens
+    end = next(step for step in range(1, TOKENS) if want[step][1] not in [rows[1] for rows in want[:step]])
+    for got in ranks.launch(TOKENS, [(), (want[end][1],), ()]):
+        assert got.tokens == want[: end + 1]
+    impatient = ranks.paths[2]._ring
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(impatient, "begin", impatient.cancel)
+        for got in ranks.launch(TOKENS):
+            assert got.tokens == want[:1]
+
+
+def test_ranks_do_not_draw_in_a_launch_of_many_tokens(four_ranks):
+    ranks, _ = four_ranks
+    choices = [Choice(SamplingParams(temperature=1.0), 1, 0), None, None]
+    with pytest.raises(RequestError, match="several ranks: these draw when a step's launch is over"):
+        ranks.paths[0].launch_many(ranks.whole.batch(), 1, [()] * 3, choices)
