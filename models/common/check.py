@@ -127,7 +127,7 @@ class DecodeSubject(ABC):
         made = [self._step(path, rank, 0, rows)]
         if rows == 2:
             made.append(self._step(path, rank, 1, 1))
-        if rows == 3 and path.tokens_per_launch > 1 and not self._ranks:
+        if rows == 3 and path.tokens_per_launch > 1:
             made.append(self._launch_of_two_tokens(path, rank, 1, 2))
         return b"".join([*made, *map(_bytes, pools)])
 
@@ -138,7 +138,7 @@ class DecodeSubject(ABC):
         return _bytes(result.logits) + _bytes(result.tokens)
 
     def _launch_of_two_tokens(self, path: Any, rank: int, number: int, rows: int) -> bytes:
-        choices = [None, Choice(DRAWN, 5, number)]
+        choices = None if self._ranks else [None, Choice(DRAWN, 5, number)]
         return _bytes(torch.tensor(list(path.launch_many(self._batch(rank, number, rows), 2, [()] * rows, choices))))
 
     def _batch(self, rank: int, number: int, rows: int) -> StepBatch:
