@@ -154,6 +154,11 @@ template <int YOUNGER> DEVICE void wait_for_copies() {
 // H200: a stage took 0.6 to 1.2 us to its first load).
 #define NEAR(T, name, N) SHARED(T, name, N)
 template <class T> DEVICE Const<T> nearby(const T* array, int i, const T*) { return array + i; }
+template <class T> DEVICE Const<T> nearby_again(const T* array, int i, Const<T>) {  // still known to be LDS
+  u32 address = (u32)__cvta_generic_to_shared(array + i);
+  asm volatile("" : "+r"(address));
+  return (const T*)__cvta_shared_to_generic(address);
+}
 template <class T>
 DEVICE void bring_near(T* array, int i, const T* from) {  // asynchronous, by every thread of the block
   static_assert(sizeof(T) % 4 == 0, "");

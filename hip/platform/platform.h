@@ -34,6 +34,7 @@
 //            NEAR(T, name, N) bring_near(name, i, from) brought_near() nearby(name, i, from) -> Const<T>
 //                                                  room for N such structs where that is closer than memory: brought without
 //                                                  waiting, there for the block after brought_near(); else `from` itself
+//            nearby_again(name, i, p)              what nearby() gave, as fresh() does
 //            copy_of(Const<T>)                     the whole struct; a field is read as p->field or p[i].field
 //  Other     STAGE  for the functions that a mega-task consists of, where DEVICE would inline    COLD  for what seldom runs
 //            lowest_bit(u64)   count_bits(u32)   pause()  in every spin     clock_ticks()  constant rate     mark(stage, task, epoch)  for host reports

@@ -14,7 +14,7 @@ struct PairRows {
   const Pair* base;
   u32 stride, tag;
 
-  DEVICE const Pair* at(int row, int k) const { return base + (u32)row * stride + k; }
+  DEVICE const Pair* at(int row, int k) const { return base + ((u32)row * stride + (u32)k); }
   // N values of a row, at k(0) ... k(N - 1).
   template <int N, class At> DEVICE bool take(Step& s, int row, At k, Pair (&got)[N]) const {
     return s.collect(tag, [&](int i) { return at(row, k(i)); }, got);
@@ -25,15 +25,14 @@ struct PairRows {
 template <class F> DEVICE void put_words(Pair* row, int channel, const f32 (&v)[2], u32 tag) {
   u32 words[WORDS_OF_TWO<F>];
   pack_activations<F>(v, words);
-  UNROLL for (int i = 0; i < WORDS_OF_TWO<F>; ++i) store_pair(row + channel * F::ACT_BYTES / 4 + i, {words[i], tag});
+  UNROLL for (int i = 0; i < WORDS_OF_TWO<F>; ++i)
+      store_pair(row + (u32)channel * F::ACT_BYTES / 4 + i, {words[i], tag});
 }
 
-// The sums of squares of normalized inputs. Two sets, by turns: a slow wave may still be reading those of the input before.
-SHARED(f32, squares, 2 * ROWS);
+// 1 / rms of the rows of normalized inputs. Two sets, by turns: a slow wave may still be reading those of the input before.
+SHARED(f32, inverse_rms_of, 2 * ROWS);
 // After the barrier that ends the first task.
-DEVICE f32 inverse_rms(const Step& s, int row, int k, f32 eps) {
-  return 1.f / __builtin_sqrtf((f32)squares[s.squares_turn * ROWS + row] / (f32)k + eps);
-}
+DEVICE f32 inverse_rms(const Step& s, int row) { return inverse_rms_of[s.squares_turn * ROWS + row]; }
 
 // What a stage of matrices reads. Words as the format wants its activations; or, where `weight` is given, f32 that are
 // multiplied by it on the way, for what is not rounded and reads little.
@@ -41,6 +40,7 @@ struct Source {
   PairRows rows;
   const f32* weight;  // [k] or null
   PairRows sums;      // [rows][k / 16] sums of squares of what is to be normalized, or without base
+  f32 eps = 0;        // of the norm
 };
 
 // WEIGHTED: whether sources have weights.
@@ -67,7 +67,7 @@ template <class F, bool WEIGHTED> struct Input {
   // Where the columns' activations begin.
   DEVICE Columns columns() const {
     int first = wave_id() * WAVE16, last = s.rows - 1;  // which stands for those that are not there
-    return Columns([&](int row) { return first + (row < last ? row : last) * stride16; }, s.rows > 8);
+    return Columns([&](int row) { return first + (row < last ? row : last) * stride16; }, MOST_ROWS > 8 && s.rows > 8);
   }
 
   // Brings this wave's units of turns [begin, begin + turns) into LDS, unless they are there. False if a wait was given up.
@@ -102,7 +102,7 @@ template <class F, bool WEIGHTED> struct Input {
           UNROLL for (int i = 0; i < WORDS; ++i) lds[word[b] + i] = words[i];
       }
     }
-    if (first_time) ok = sum(source.sums, asked) && ok;
+    if (first_time) ok = sum(source.sums, source.eps, asked) && ok;
     wave_barrier();
     if (begin == 0) s.input_is_there();
     quantize<F>(now * rows, [&](int i) {
@@ -136,7 +136,7 @@ template <class F, bool WEIGHTED> struct Input {
   DEVICE void ask(const PairRows& parts, Parts& asked) const {
     UNROLL for (int i = 0; i < PARTS; ++i) asked.got[i] = load_pair(part(parts, first_row(), i), parts.tag);
   }
-  DEVICE bool sum(const PairRows& parts, Parts& asked) {
+  DEVICE bool sum(const PairRows& parts, f32 eps, Parts& asked) {
     bool ok = true;
     for (int row = first_row(); row < (int)s.rows; row += WAVES) {
       f32 sum = 0;
@@ -149,7 +149,7 @@ template <class F, bool WEIGHTED> struct Input {
             from + i * WIDTH + lane_id() < k / TILE_ROWS ? value_of(asked.got[i]) : 0.f;
       }
       sum = wave_sum(sum);
-      if (lane_id() == 0) squares[s.squares_turn * ROWS + row] = sum;
+      if (lane_id() == 0) inverse_rms_of[s.squares_turn * ROWS + row] = 1.f / __builtin_sqrtf(sum / (f32)k + eps);
     }
     return ok;
   }

@@ -45,6 +45,14 @@ DEVICE f32 sum_of_tile(f32 v) {
   UNROLL for (int o = 1; o < 8; o *= 2) v += bits<f32>(wave_read(bits<u32>(v), lane_id() ^ o));
   return v;
 }
+// What a stage says of itself, asked for once: in questions one by one the choice among stages was made again each time.
+struct Facts {
+  int tasks, k, matrices, most, known, sure;
+  bool light, separate;
+};
+template <class Stage> DEVICE Facts facts_of(const Stage& s) {
+  return {s.tasks(), s.k(), s.matrices(), s.most(), s.known(), s.sure(), s.light(), s.separate()};
+}
 // What a thread may keep from a task's beginning to its end.
 struct Kept {
   Pair old[2];
@@ -69,13 +77,28 @@ DEVICE int run_length(const Step& s, int tasks, int most, bool light) {
   return 1;
 }
 
+// How many runs tasks make; without a division, whose code is long.
+DEVICE int runs_of(int tasks, int length) {
+  switch (length) {
+    case 1:
+      return tasks;
+    case 2:
+      return (tasks + 1) / 2;
+    case 3:
+      return (tasks + 2) / 3;
+    default:
+      return (tasks + 3) / 4;
+  }
+}
+static_assert(MOST_TILES == 4, "");
+
 // A run's end, after every wave has left its shares: sums over the waves to put(). Begins and ends with a barrier.
-template <class Stages> DEVICE bool finish_run(Step& s, Stages& stages, int task, int tasks, bool ok, Kept& kept) {
+template <class Stages>
+DEVICE bool finish_run(Step& s, Stages& stages, int matrices, int task, int tasks, bool ok, Kept& kept) {
   if (!s.all_ok(ok)) return false;
   Output to = my_output(s, tasks);
   if (to.task < tasks) {
     f32 v[2][2];
-    int matrices = stages.matrices();
     UNROLL for (int j = 0; j < 2; ++j) v[0][j] = sum_shares(to.task * matrices, to.row, to.n + j, s.rows);
     if (matrices == 2)
       UNROLL for (int j = 0; j < 2; ++j) v[1][j] = sum_shares(to.task * 2 + 1, to.row, to.n + j, s.rows);
@@ -87,38 +110,39 @@ template <class Stages> DEVICE bool finish_run(Step& s, Stages& stages, int task
 }
 
 template <class F, bool WEIGHTED, class Stages> DEVICE bool linear(Step& s, u32 stage, u32 tag, Stages stages) {
-  Input<F, WEIGHTED> input(s, stages.k());
-  Slice<F> slice(padded<F>(stages.k()) / F::UNIT, input.turns);
-  int most = most_tiles(s.rows) / stages.matrices(), tasks = stages.tasks();
-  int length = run_length(s, tasks, stages.most() < most ? stages.most() : most, stages.light());
+  const Facts is = facts_of(stages);
+  Input<F, WEIGHTED> input(s, is.k);
+  Slice<F> slice(padded<F>(is.k) / F::UNIT, input.turns);
+  int most = most_tiles(s.rows) / is.matrices,
+      length = run_length(s, is.tasks, is.most < most ? is.most : most, is.light);
   Kept kept;
   bool ok = true;
   // Each turn asks for a run's first weights, finishes the run before while they are on their way, and then multiplies. Every
   // part of it stands here once. A first turn, of a stage whose tasks are decided late, only takes the input meanwhile.
   int task = s.first_task() * length, before = -1, of_before = 0;
-  bool undecided = task >= stages.known() && task < stages.sure();
+  bool undecided = task >= is.known && task < is.sure;
   for (bool decided = false;;) {
     int count = 0;
     if (undecided) {
       s.begin(stage, task, tag);
     } else {
-      bool known = task < stages.known();
+      bool known = task < is.known;
       if (!known && !decided && !stages.decide(ok)) return false;
       decided |= !known;
-      int limit = known && stages.known() < tasks ? stages.known() : tasks;
+      int limit = known && is.known < is.tasks ? is.known : is.tasks;
       while (count < length && task + count < limit && (known || stages.exists(task + count))) ++count;
       if (count) {
         s.begin(stage, task, tag);
-        int matrices = stages.matrices();
-        slice.open(count * matrices, [&](int tile) {
-          return stages.rows_of(task + (matrices == 2 ? tile / 2 : tile), matrices == 2 ? tile % 2 : 0);
+        slice.open(count * is.matrices, [&](int tile) {
+          bool two = is.matrices == 2;
+          return stages.rows_of(task + (two ? tile / 2 : tile), two ? tile % 2 : 0).template tile_row<F>();
         });
       }
-      if (before >= 0 && !finish_run(s, stages, before, of_before, ok, kept)) return false;
+      if (before >= 0 && !finish_run(s, stages, is.matrices, before, of_before, ok, kept)) return false;
       if (!count) break;
       Output to = my_output(s, count);
       if (to.task < count) stages.ahead(task + to.task, to, kept);
-      if (stages.separate()) input.have = -1;
+      if (is.separate) input.have = -1;
     }
     for (int begin = 0; begin < input.all_turns; begin += input.turns) {
       ok = input.fill(stages.source(task), begin) && ok;
@@ -133,6 +157,6 @@ template <class F, bool WEIGHTED, class Stages> DEVICE bool linear(Step& s, u32 
     if (!undecided) before = task, of_before = count, task += n_blocks() * length;
     undecided = false;
   }
-  s.finish((tasks + length - 1) / length);
+  s.finish(runs_of(is.tasks, length));
   return true;
 }

@@ -12,29 +12,8 @@ template <class C, class F, class First, class... Others> struct OneOf {
       if (stage != First::STAGE_ID) return OneOf<C, F, Others...>{c, stage}.with(ask);
     return ask(First{c});
   }
-  DEVICE int tasks() const {
-    return with([](auto s) { return s.tasks(); });
-  }
-  DEVICE int k() const {
-    return with([](auto s) { return s.k(); });
-  }
-  DEVICE int matrices() const {
-    return with([](auto s) { return s.matrices(); });
-  }
-  DEVICE int most() const {
-    return with([](auto s) { return s.most(); });
-  }
-  DEVICE bool light() const {
-    return with([](auto s) { return s.light(); });
-  }
-  DEVICE bool separate() const {
-    return with([](auto s) { return s.separate(); });
-  }
-  DEVICE int known() const {
-    return with([](auto s) { return s.known(); });
-  }
-  DEVICE int sure() const {
-    return with([](auto s) { return s.sure(); });
+  DEVICE Facts facts() const {
+    return with([](auto s) { return facts_of(s); });
   }
   DEVICE bool decide(bool ok) const {
     return with([&](auto s) { return s.decide(ok); });
@@ -45,7 +24,7 @@ template <class C, class F, class First, class... Others> struct OneOf {
   DEVICE Source source(int task) const {
     return with([&](auto s) { return s.source(task); });
   }
-  DEVICE TileRow<F> rows_of(int task, int m) const {
+  DEVICE auto rows_of(int task, int m) const {
     return with([&](auto s) { return s.rows_of(task, m); });
   }
   DEVICE void ahead(int task, Output to, Kept& kept) const {
@@ -55,3 +34,6 @@ template <class C, class F, class First, class... Others> struct OneOf {
     with([&](auto s) { s.put(task, to, v, kept); });
   }
 };
+template <class C, class F, class... Stages> DEVICE Facts facts_of(const OneOf<C, F, Stages...>& stages) {
+  return stages.facts();
+}

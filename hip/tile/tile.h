@@ -23,8 +23,14 @@ template <class F> struct TileRow {
     };
     return {read(tiles), SAME<typename F::Scale, NoScale> ? nullptr : read(scales)};
   }
-  // The same rows from column k on, a multiple of COLUMNS, without scales.
-  DEVICE TileRow from_k(int k) const { return {tiles + (u64)k / F::COLUMNS * TILE_BYTES, scales}; }
+  // `tile`: of a packed tensor, the first of the rows'; `block`: of its f32 scales, likewise.
+  DEVICE static TileRow at(const void* tiles, const void* scales, u32 tile, u32 block) {
+    if constexpr (SAME<typename F::Scale, f32>)
+      scales = (const f32*)scales + block;
+    else if constexpr (!SAME<typename F::Scale, NoScale>)
+      scales = (const u8*)scales + (u64)tile * 64;
+    return {(const u8*)tiles + (u64)tile * TILE_BYTES, scales};
+  }
 
   DEVICE static int slot(int piece) { return frag_chunk() * 16 + frag_row(piece); }
   DEVICE Frag load(int tile) const {
@@ -49,17 +55,9 @@ template <class F> struct TileRow {
   }
 };
 
-// Row `row` of matrix number `matrix` [n][K] of a packed tensor.
-template <class F, int K>
-DEVICE TileRow<F> tile_row(const void* tiles, const void* scales, int n, u64 matrix, int row) {
-  constexpr u64 TILES = (u64)(K + K_PADDING<F> - 1) / K_PADDING<F> * (K_PADDING<F> / F::COLUMNS);
-  u64 rows = (n + TILE_ROWS - 1) / TILE_ROWS, at = matrix * rows + row;
-  if constexpr (SAME<typename F::Scale, f32>)
-    scales = (const f32*)scales + (matrix * ((n + 127) / 128) + row * TILE_ROWS / 128) * ((K + 127) / 128);
-  else if constexpr (!SAME<typename F::Scale, NoScale>)
-    scales = (const u8*)scales + at * TILES * 64;
-  return {(const u8*)tiles + at * TILES * TILE_BYTES, scales};
-}
+// Tiles of a packed row of K.
+template <class F, int K> constexpr u32 TILES_OF_K =
+    (u32)((K + K_PADDING<F> - 1) / K_PADDING<F> * (K_PADDING<F> / F::COLUMNS));
 
 // A unit in registers, and its product.
 template <class F> struct Unit {

@@ -98,6 +98,16 @@ def check_exact(faults: Iterator[str], target: str) -> None:
         )
 
 
+def variant(*, timeline: bool = False, many: bool = False, one_row: bool = False) -> tuple[str, dict[str, int]]:
+    """What a unit's variants add to its name, and define.
+
+    timeline: with stamps (hip/handoff/timeline.h). many: for launches of several tokens. one_row: for steps of one row.
+    """
+    defines = {"TIMELINE": timeline, "MANY_TOKENS": many, "MOST_ROWS": one_row}
+    names = {"-timeline": timeline, "-many": many, "-row": one_row}
+    return "".join(name for name, on in names.items() if on), {name: 1 for name, on in defines.items() if on}
+
+
 def header_text(sizes: Mapping[str, int], numbers: Mapping[str, float], types: Mapping[str, str]) -> str:
     """The text of model_config.h, which decode.hip is compiled against."""
     return "\n".join(

@@ -46,6 +46,7 @@ class DecodePath(ABC):
 
     blocks: blocks of the launch, None for as many as the device can hold at once. max_model_len: longest context.
     activations: what weights meet, see activations.py. timeline: the kernel stamps what its blocks do, for `timeline`.
+    one_row: steps of one row have a kernel of their own, which is faster and gives the same bits; None: on a GPU.
     group: the ranks that share the model, of which `weights` are one's part (rocmega.parallel): every rank makes a
     MegaPath and gives it the same steps.
     Raises ToolchainError or DriverError if the kernel cannot be built or made resident, ConfigError if the model's
@@ -74,6 +75,7 @@ class DecodePath(ABC):
         activations: str = "auto",
         artifact: Artifact | None = None,
         timeline: bool = False,
+        one_row: bool | None = None,
         group: Group | None = None,
     ) -> None:
         if not 1 <= max_rows <= ROWS:
@@ -89,9 +91,12 @@ class DecodePath(ABC):
         self.max_pages = -(-max_model_len // PAGE)
         self.layer_splits = split_layers(self._section(), mega_tasks)
         self._header = descriptor.load(self.kernel.FOLDER / "descriptor.h")
+        apart = driver.name in ("hip", "cuda") if one_row is None else one_row
+        self._apart = apart and artifact is None
         self._function = self._load(artifact)
-        resident = driver.max_blocks(self._function, THREADS, self._dynamic_lds)
-        self.blocks = min(resident, driver.facts().compute_units) if blocks is None else blocks
+        self._one_row = self._load(None, timeline=timeline, one_row=True) if self._apart else self._function
+        resident = [driver.max_blocks(f, THREADS, self._dynamic_lds) for f in (self._function, self._one_row)]
+        self.blocks = min(*resident, driver.facts().compute_units) if blocks is None else blocks
         self._keep: list[torch.Tensor] = []  # tensors whose addresses the kernel has
         self._addresses: list[torch.Tensor] = []  # of all ranks' buffers
         self._regions: dict[str, SharedBuffer] = {}
@@ -248,7 +253,7 @@ class DecodePath(ABC):
         return self.driver.load(artifact).function(self.kernel.KERNEL, [name.lower() for name in stages])
 
     def _launch(self) -> None:
-        self.driver.launch(self._function, *self._launch_shape())
+        self.driver.launch(self._one_row if self._args.rows == 1 else self._function, *self._launch_shape())
 
     def _launch_shape(self) -> tuple[int, int, int, int]:
         """Address of the arguments, as they are now; blocks, threads, bytes of dynamic LDS."""

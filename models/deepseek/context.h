@@ -66,7 +66,7 @@ struct Context {
   DEVICE u32 tag(u32 of) const { return a->epoch + of; }
   DEVICE u32 next_tag() const { return tag(version + 1); }  // of all that this sublayer makes
   // The slot of a region, [ROWS][width], by version or layer.
-  DEVICE static Pair* slot(Pair* region, u32 by, int width) { return region + (u64)(by & 1) * ROWS * width; }
+  DEVICE static Pair* slot(Pair* region, u32 by, int width) { return region + (by & 1) * ROWS * (u32)width; }
   DEVICE PairRows of_layer(Pair* region, int width) const {
     return {slot(region, layer(), width), (u32)width, next_tag()};
   }

@@ -20,6 +20,7 @@ from rocmega.models.common.kernel import (
     exact_attention,
     header_text,
     multiples,
+    variant,
 )
 from rocmega.models.deepseek.activations import choose
 from rocmega.models.deepseek.config import Compressed, DeepseekConfig
@@ -208,13 +209,14 @@ def unit(
     activations: str = "auto",
     *,
     timeline: bool = False,
+    one_row: bool = False,
 ) -> Unit:
     """What the toolchain compiles for one target.
 
-    activations: what weights meet, see activations.py. timeline: with stamps (hip/handoff/timeline.h).
+    activations: what weights meet, see activations.py. The rest are variants, see `variant`.
     """
     activations = choose(formats, activations)
-    name = f"{config.model_type}-{formats.label}-{formats.island}-a{activations}-tp{tp}{'-timeline' * timeline}"
+    suffix, defines = variant(timeline=timeline, one_row=one_row)
+    name = f"{config.model_type}-{formats.label}-{formats.island}-a{activations}-tp{tp}{suffix}"
     header = model_header(config, formats, target, tp, activations)
-    defines = {"TIMELINE": 1} if timeline else {}
     return Unit(name.replace("+", "-"), FOLDER / "decode.hip", {"model_config.h": header}, defines)

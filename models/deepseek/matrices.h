@@ -7,9 +7,11 @@
 #include "stages/rope.h"
 
 struct MatrixStage : MatrixStageOf<Context, Act> {
-  DEVICE Source input() const { return {c.x_normed(c.version), nullptr, c.x_squares(c.version)}; }
+  DEVICE Source input() const { return {c.x_normed(c.version), nullptr, c.x_squares(c.version), NORM_EPS}; }
   // The same in f32.
-  DEVICE Source wide_input(u32 version) const { return {c.x(version), c.norm_of(version), c.x_squares(version)}; }
+  DEVICE Source wide_input(u32 version) const {
+    return {c.x(version), c.norm_of(version), c.x_squares(version), NORM_EPS};
+  }
 };
 
 // in rows of Engram's tables;  out a key for each stream, then the value.
@@ -27,9 +29,9 @@ struct EngramMap : MatrixStage {
   DEVICE Source source(int task) const {
     return {{c.a->looked_up + (u64)(task / OF_ENGRAM) * ROWS * words(K), (u32)words(K), c.tag(0)}, nullptr, {}};
   }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
+  DEVICE RowsOf rows_of(int task, int) const {
     Const<EngramWeights> w = as_const(c.a->engrams) + task / OF_ENGRAM;
-    return rows<Linear, K>(copy_of(&w->kv), WIDTH_R, task % TILES, task % OF_ENGRAM / TILES);
+    return rows<Linear, K>(&w->kv, WIDTH_R, task % TILES, task % OF_ENGRAM / TILES);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     int at = task % OF_ENGRAM / TILES * HIDDEN + c.s.rank * WIDTH_R + task % TILES * TILE_ROWS;
@@ -53,15 +55,14 @@ struct Down : MatrixStage {
   DEVICE static constexpr int most() { return 1; }  // the first round is the query's, for which others wait
   DEVICE static constexpr int k() { return HIDDEN; }
   DEVICE Source source(int) const { return input(); }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return task < QS ? rows<Linear, HIDDEN>(copy_of(&c.w()->q_a), Q_LORA, task)
-                     : rows<Linear, HIDDEN>(copy_of(&c.w()->kv), D, task - QS);
+  DEVICE RowsOf rows_of(int task, int) const {
+    return task < QS ? rows<Linear, HIDDEN>(&c.w()->q_a, Q_LORA, task) : rows<Linear, HIDDEN>(&c.w()->kv, D, task - QS);
   }
   DEVICE void ahead(int task, Output to, Kept& kept) const {
     if (task < QS) c.load_channels(c.w()->q_a_norm, task * TILE_ROWS + to.n, kept.weight);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
-    f32 scale = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS), out[2] = {v[0][0] * scale, v[0][1] * scale};
+    f32 scale = inverse_rms(c.s, to.row), out[2] = {v[0][0] * scale, v[0][1] * scale};
     if (task < QS)
       c.publish_normed<Q_LORA>(c.slot(c.a->q_normed, c.layer(), words(Q_LORA)),
                                c.slot(c.a->q_squares, c.layer(), Q_PARTS), to.row, task * TILE_ROWS + to.n, out,
@@ -79,14 +80,14 @@ struct DownWide : MatrixStage {
   DEVICE int tasks() const { return made() + (c.scored ? INDEX_HEADS / TILE_ROWS : 0); }
   DEVICE static constexpr int k() { return HIDDEN; }
   DEVICE Source source(int) const { return wide_input(c.version); }
-  DEVICE TileRow<Exact> rows_of(int task, int) const {
-    if (task >= made()) return rows<Exact, HIDDEN>(copy_of(&c.w()->index_weights), INDEX_HEADS, task - made());
+  DEVICE RowsOf rows_of(int task, int) const {
+    if (task >= made()) return rows<Exact, HIDDEN>(&c.w()->index_weights, INDEX_HEADS, task - made());
     int entries = c.entry_values() / TILE_ROWS;
     return task < entries ? half(&c.w()->entry, entries, task)
                           : half(&c.w()->key, c.key_values() / TILE_ROWS, task - entries);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
-    f32 scale = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS);
+    f32 scale = inverse_rms(c.s, to.row);
     bool index = task >= made();
     put_f32(c.of_layer(c.a->down_wide, DOWN_WIDTH),
             index ? DOWN_WIDTH - INDEX_HEADS + (task - made()) * TILE_ROWS : task * TILE_ROWS, to, v[0],
@@ -95,10 +96,10 @@ struct DownWide : MatrixStage {
 
  private:
   // Tile `task` of a compressor's values, or of the gates behind them.
-  DEVICE static TileRow<Exact> half(Const<Compressor> of, int tiles, int task) {
+  DEVICE static RowsOf half(Const<Compressor> of, int tiles, int task) {
     bool gated = of->gate.tiles;
     int each = gated ? tiles / 2 : tiles;
-    return rows<Exact, HIDDEN>(copy_of(task < each ? &of->kv : &of->gate), each * TILE_ROWS, task % each);
+    return rows<Exact, HIDDEN>(task < each ? &of->kv : &of->gate, each * TILE_ROWS, task % each);
   }
 };
 
@@ -109,9 +110,7 @@ struct KeyProducts : MatrixStage {
   DEVICE static constexpr int tasks() { return INDEX_DIM / TILE_ROWS; }
   DEVICE static constexpr int k() { return D; }
   DEVICE Source source(int) const { return {c.of_layer(c.a->latent, D), nullptr, {}}; }
-  DEVICE TileRow<Exact> rows_of(int task, int) const {
-    return rows<Exact, D>(copy_of(&c.w()->key_of_entry), INDEX_DIM, task);
-  }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Exact, D>(&c.w()->key_of_entry, INDEX_DIM, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_f32(c.of_layer(c.a->key_values, INDEX_DIM), task * TILE_ROWS, to, v[0]);
   }
@@ -125,14 +124,14 @@ struct Query : MatrixStage {
   DEVICE int tasks() const { return QS + (c.scored ? INDEXES : 0); }
   DEVICE static constexpr int k() { return Q_LORA; }
   DEVICE Source source(int) const {
-    return {c.of_layer(c.a->q_normed, words(Q_LORA)), nullptr, c.of_layer(c.a->q_squares, Q_PARTS)};
+    return {c.of_layer(c.a->q_normed, words(Q_LORA)), nullptr, c.of_layer(c.a->q_squares, Q_PARTS), NORM_EPS};
   }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return task < QS ? rows<Linear, Q_LORA>(copy_of(&c.w()->q_b), HEADS * D, task)
-                     : rows<Linear, Q_LORA>(copy_of(&c.w()->index_q), INDEX_Q, task - QS);
+  DEVICE RowsOf rows_of(int task, int) const {
+    return task < QS ? rows<Linear, Q_LORA>(&c.w()->q_b, HEADS * D, task)
+                     : rows<Linear, Q_LORA>(&c.w()->index_q, INDEX_Q, task - QS);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
-    f32 scale = inverse_rms(c.s, to.row, Q_LORA, NORM_EPS), q[2] = {v[0][0] * scale, v[0][1] * scale};
+    f32 scale = inverse_rms(c.s, to.row), q[2] = {v[0][0] * scale, v[0][1] * scale};
     bool index = task >= QS;
     int tile = (index ? task - QS : task) * TILE_ROWS, width = index ? INDEX_DIM : D;
     f32 squares = HEAD_NORM && !index ? sum_of_tile(to.there ? __builtin_fmaf(q[1], q[1], q[0] * q[0]) : 0.f) : 0.f;
@@ -159,8 +158,8 @@ struct OutputGroups : MatrixStage {
     from.base += task / TILES * words(GROUP_IN);
     return {from, nullptr, {}};
   }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return rows<Linear, GROUP_IN>(copy_of(&c.w()->o_a), O_LORA, task % TILES, task / TILES);
+  DEVICE RowsOf rows_of(int task, int) const {
+    return rows<Linear, GROUP_IN>(&c.w()->o_a, O_LORA, task % TILES, task / TILES);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_activations_of(c.of_layer(c.a->grouped, words(GROUPS * O_LORA)), task * TILE_ROWS, to, v[0]);
@@ -173,9 +172,7 @@ struct AttentionOutput : MatrixStage {
   DEVICE static constexpr int tasks() { return HIDDEN / TILE_ROWS; }
   DEVICE static constexpr int k() { return GROUPS * O_LORA; }
   DEVICE Source source(int) const { return {c.of_layer(c.a->grouped, words(GROUPS * O_LORA)), nullptr, {}}; }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return rows<Linear, GROUPS * O_LORA>(copy_of(&c.w()->o_b), HIDDEN, task);
-  }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Linear, GROUPS * O_LORA>(&c.w()->o_b, HIDDEN, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     c.add_share(to.row, task * TILE_ROWS + to.n, v[0], to.there);
   }
@@ -195,8 +192,8 @@ struct RouterLogits : MatrixStage {
     from.base += task / TILES * K;
     return {from, c.w()->mlp.norm + task / TILES * K, {}};
   }
-  DEVICE TileRow<Exact> rows_of(int task, int) const {
-    return rows<Exact, HIDDEN>(copy_of(&c.w()->router), EXPERTS, task % TILES).from_k(task / TILES * K);
+  DEVICE RowsOf rows_of(int task, int) const {
+    return rows<Exact, HIDDEN>(&c.w()->router, EXPERTS, task % TILES).from_k<Exact>(task / TILES * K);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_f32(c.of_layer(c.a->router_scores, ROW), task / TILES * EXPERTS + task % TILES * TILE_ROWS, to, v[0]);
@@ -209,7 +206,7 @@ struct AnyGateUp : MatrixStage {
   DEVICE static constexpr int matrices() { return 2; }
   DEVICE Source source(int) const { return input(); }
   DEVICE void put_middle(const PairRows& out, int at, Output to, const f32 (&v)[2][2], f32 weight) const {
-    f32 rms = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS), m[2];
+    f32 rms = inverse_rms(c.s, to.row), m[2];
     for (int j = 0; j < 2; ++j) m[j] = weight * clamped_swiglu(v[0][j] * rms, v[1][j] * rms, SWIGLU_LIMIT);
     put_activations_of(out, at, to, m);
   }
@@ -218,8 +215,8 @@ struct AnyGateUp : MatrixStage {
 struct SharedGateUp : AnyGateUp {
   static constexpr u32 STAGE_ID = SHARED_GATE_UP;
   DEVICE static constexpr int tasks() { return EXPERT_WIDTH / TILE_ROWS; }
-  DEVICE TileRow<Linear> rows_of(int task, int m) const {
-    return rows<Linear, HIDDEN>(copy_of(&c.w()->shared_gate_up), EXPERT_WIDTH, task, m);
+  DEVICE RowsOf rows_of(int task, int m) const {
+    return rows<Linear, HIDDEN>(&c.w()->shared_gate_up, EXPERT_WIDTH, task, m);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_middle(c.of_layer(c.a->shared_middle, words(EXPERT_WIDTH)), task * TILE_ROWS, to, v, 1);
@@ -230,9 +227,7 @@ struct SharedDown : MatrixStage {
   DEVICE static constexpr int tasks() { return HIDDEN / TILE_ROWS; }
   DEVICE static constexpr int k() { return EXPERT_WIDTH; }
   DEVICE Source source(int) const { return {c.of_layer(c.a->shared_middle, words(EXPERT_WIDTH)), nullptr, {}}; }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return rows<Linear, EXPERT_WIDTH>(copy_of(&c.w()->shared_down), HIDDEN, task);
-  }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Linear, EXPERT_WIDTH>(&c.w()->shared_down, HIDDEN, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_f32(c.of_layer(c.a->shared_out, HIDDEN), task * TILE_ROWS, to, v[0]);
   }
@@ -252,9 +247,9 @@ struct GateUp : AnyGateUp {
   DEVICE static constexpr int sure() { return TOP_K * TILES; }
   DEVICE bool decide(bool ok) const { return c.route.decide(c.s, ok); }
   DEVICE static bool exists(int task) { return task < (int)(u32)route_count[0] * TILES; }
-  DEVICE TileRow<Expert> rows_of(int task, int m) const {
+  DEVICE RowsOf rows_of(int task, int m) const {
     u64 expert = (u32)route_active[task / TILES];
-    return rows<Expert, HIDDEN>(copy_of(&c.w()->gate_up), EXPERT_WIDTH, task % TILES, expert * 2 + m);
+    return rows<Expert, HIDDEN>(&c.w()->gate_up, EXPERT_WIDTH, task % TILES, expert * 2 + m);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     int place = to.there ? place_in_row(route_active[task / TILES], to.row) : -1;
@@ -287,10 +282,10 @@ struct Logits : MatrixStage {
   DEVICE static constexpr int tasks() { return VOCAB / TILE_ROWS; }
   DEVICE static constexpr int k() { return HIDDEN; }
   DEVICE Source source(int) const { return HEAD_WEIGHTED ? wide_input(c.version) : input(); }
-  DEVICE TileRow<Head> rows_of(int task, int) const { return rows<Head, HIDDEN>(copy_of(&c.a->head), VOCAB, task); }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Head, HIDDEN>(&c.a->head, VOCAB, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     if (!to.there) return;
-    f32 scale = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS);
+    f32 scale = inverse_rms(c.s, to.row);
     for (int j = 0; j < 2; ++j) {
       u32 token = task * TILE_ROWS + to.n + j;
       c.best.offer(v[0][j] * scale, token);

@@ -38,7 +38,6 @@ struct Context {
   u32 layer = 0;
   u32 selection_layer = 0;  // the layer whose selection is in force
   bool scored = false;      // whether this layer's indexer runs
-  Router route;             // of this layer
   Best best;                // this block's, of the row whose logits the thread sums
 
   DEVICE explicit Context(Const<DecodeArgs> a)
@@ -56,6 +55,10 @@ struct Context {
   DEVICE void bring_layer(u32 which) const {
     if (which < a->layers) bring_near(near_layers, which & 1, a->weights + which);
   }
+  DEVICE Router router() const {
+    return {mlp_rows(a->router_scores, Slices::COUNT * EXPERTS), x_squares(2 * layer + 1), NORM_EPS, w()->router_bias,
+            ROUTED_SCALE};
+  }
   DEVICE u32 tag(u32 version) const { return a->epoch + (MANY_TOKENS ? token * (2 * a->layers + 2) : 0) + version; }
   // Where this token's entries of [tokens][ROWS] begin.
   DEVICE u32 at_token() const { return MANY_TOKENS ? token * ROWS : 0; }
@@ -63,7 +66,7 @@ struct Context {
   DEVICE u32 attention_tag() const { return tag(2 * layer + 1); }
   DEVICE u32 mlp_tag() const { return tag(2 * layer + 2); }
   // The slot of a region, [ROWS][width], for a layer or version.
-  DEVICE static Pair* slot(Pair* region, u32 by, int width) { return region + (u64)(by & 1) * ROWS * width; }
+  DEVICE static Pair* slot(Pair* region, u32 by, int width) { return region + (by & 1) * ROWS * (u32)width; }
   DEVICE PairRows attention_rows(Pair* region, int width) const {
     return {slot(region, layer, width), (u32)width, attention_tag()};
   }
@@ -89,20 +92,20 @@ struct Context {
                                                      const f32 (&v)[2], const f32 (&norm)[2], bool there, u32 t) {
     f32 sum = sum_of_tile(there ? __builtin_fmaf(v[1], v[1], v[0] * v[0]) : 0.f);
     if (!there) return;
-    put_words<Act>(activations + row * words(N), channel, {v[0] * norm[0], v[1] * norm[1]}, t);
-    if (channel % TILE_ROWS == 0) put(sums + row * (N / TILE_ROWS) + channel / TILE_ROWS, sum, t);
+    put_words<Act>(activations + (u32)row * words(N), channel, {v[0] * norm[0], v[1] * norm[1]}, t);
+    if (channel % TILE_ROWS == 0) put(sums + ((u32)row * (N / TILE_ROWS) + (u32)channel / TILE_ROWS), sum, t);
   }
   // With a next token in the launch, the last x in f32 only if the head reads it: a store that nobody waits for could arrive
   // after the next token's.
   DEVICE void publish_x(u32 version, int row, int channel, const f32 (&v)[2], const f32 (&norm)[2], bool there) const {
     u32 t = tag(version);
     if (there && (!MANY_TOKENS || HEAD_WEIGHTED || version < 2 * a->layers))
-      for (int j = 0; j < 2; ++j) put(slot(a->x, version, HIDDEN) + row * HIDDEN + channel + j, v[j], t);
+      for (int j = 0; j < 2; ++j) put(slot(a->x, version, HIDDEN) + ((u32)row * HIDDEN + (u32)channel + j), v[j], t);
     publish_normed<HIDDEN>(slot(a->x_normed, version, words(HIDDEN)), slot(a->x_squares, version, PARTS), row, channel,
                            v, norm, there, t);
   }
   DEVICE static void load_channels(const f32* norm, int channel, f32 (&weight)[2]) {
-    UNROLL for (int j = 0; j < 2; ++j) weight[j] = load_constant(norm + channel + j);
+    UNROLL for (int j = 0; j < 2; ++j) weight[j] = load_constant(norm + (u32)(channel + j));
   }
   // x(version + 1) = x(version) + v: what it was, and the norm's weights, are asked for when the task begins. What it was is
   // there since the task's inputs are, which derive from it. Of several ranks, v is this one's share.

@@ -73,13 +73,11 @@ struct Decode : Context {
 
  private:
   DEVICE void begin_layer() {
-    a = fresh(a);
+    a = nearby_again(near_args, 0, a);
     brought_near();
     bring_layer(layer + 1);
     if (w()->full_index) selection_layer = layer;
     scored = w()->full_index && any_long();
-    constexpr int ROW = Slices::COUNT * EXPERTS;
-    route = Router{mlp_rows(a->router_scores, ROW), x_squares(2 * layer + 1), NORM_EPS, w()->router_bias, ROUTED_SCALE};
   }
   // Whether some row's context is longer than the selection. If none is, nobody would wait for what the indexers make of the
   // queries, and a task that nobody waits for must not run: its inputs could be overwritten under it.
@@ -90,7 +88,7 @@ struct Decode : Context {
   }
 
   DEVICE bool run(u32 stage) {
-    a = fresh(a);
+    a = nearby_again(near_args, 0, a);
     bool dense = stage != HEAD && w()->dense,
          indexer = stage == INDEX_WEIGHTS || stage == INDEX_SCORES || stage == SELECT;
     if ((indexer && !scored) || (stage == ROUTER && dense)) return true;
@@ -150,7 +148,7 @@ struct Decode : Context {
 
   // in the shares of x(version) - x(version - 1);  out x(version).
   DEVICE bool reduce(u32 version) {
-    a = fresh(a);
+    a = nearby_again(near_args, 0, a);
     return reduce_ranks<HIDDEN>(s, REDUCE, tag(version), version, a->parts, slot(a->x, version - 1, HIDDEN),
                                 [&](int row, int channel, const f32(&v)[2], bool there) {
                                   f32 norm[2];
@@ -216,7 +214,7 @@ struct Decode : Context {
   }
 
   DEVICE bool next_token() {
-    a = fresh(a);
+    a = nearby_again(near_args, 0, a);
     u32 t = tag(2 * a->layers + 1);
     if (a->choices) {
       static_assert(VOCAB <= 32 * LDS_WORDS && VOCAB < 1 << 21, "bits, and sums of 11 bits, of every token");

@@ -16,6 +16,7 @@ from rocmega.models.common.kernel import (
     exact_attention,
     header_text,
     multiples,
+    variant,
     waves,
 )
 from rocmega.models.common.kernel import LDS_WORDS as LDS_WORDS
@@ -165,18 +166,14 @@ def unit(
     *,
     timeline: bool = False,
     many: bool = False,
+    one_row: bool = False,
 ) -> Unit:
     """What the toolchain compiles for one target.
 
-    activations: what weights meet, see activations.py. timeline: with stamps (hip/handoff/timeline.h). many: for
-    launches of several tokens.
+    activations: what weights meet, see activations.py. The rest are variants, see `variant`.
     """
     activations = choose(formats, activations)
-    name = (
-        f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}{'-timeline' * timeline}{'-many' * many}".replace(
-            "+", "-"
-        )
-    )
+    suffix, defines = variant(timeline=timeline, many=many, one_row=one_row)
+    name = f"glm-{formats.label}-{formats.island}-a{activations}-tp{tp}{suffix}".replace("+", "-")
     header = model_header(config, formats, target, tp, activations)
-    defines = {"TIMELINE": 1} if timeline else {"MANY_TOKENS": 1} if many else {}
     return Unit(name, FOLDER / "decode.hip", {"model_config.h": header}, defines)

@@ -16,17 +16,17 @@ struct Down : MatrixStage {
   DEVICE int tasks() const { return QS + KVS + (c.w()->full_index ? INDEXES : 0); }
   DEVICE static constexpr int most() { return 1; }  // the first round is the query's, for which others wait
   DEVICE static constexpr int k() { return HIDDEN; }
-  DEVICE Source source(int) const { return {c.x_normed(2 * c.layer), nullptr, c.x_squares(2 * c.layer)}; }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    if (task < QS) return rows<Linear, HIDDEN>(copy_of(&c.w()->q_a), Q_LORA, task);
-    if (task < QS + KVS) return rows<Linear, HIDDEN>(copy_of(&c.w()->kv_a), ENTRY, task - QS);
-    return rows<Linear, HIDDEN>(copy_of(&c.w()->index_k), INDEX_DIM, task - QS - KVS);
+  DEVICE Source source(int) const { return {c.x_normed(2 * c.layer), nullptr, c.x_squares(2 * c.layer), NORM_EPS}; }
+  DEVICE RowsOf rows_of(int task, int) const {
+    if (task < QS) return rows<Linear, HIDDEN>(&c.w()->q_a, Q_LORA, task);
+    if (task < QS + KVS) return rows<Linear, HIDDEN>(&c.w()->kv_a, ENTRY, task - QS);
+    return rows<Linear, HIDDEN>(&c.w()->index_k, INDEX_DIM, task - QS - KVS);
   }
   DEVICE void ahead(int task, Output to, Kept& kept) const {
     if (task < QS) c.load_channels(c.w()->q_a_norm, task * TILE_ROWS + to.n, kept.weight);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
-    f32 scale = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS), out[2] = {v[0][0] * scale, v[0][1] * scale};
+    f32 scale = inverse_rms(c.s, to.row), out[2] = {v[0][0] * scale, v[0][1] * scale};
     if (task < QS)
       c.publish_normed<Q_LORA>(c.slot(c.a->q_normed, c.layer, words(Q_LORA)), c.slot(c.a->q_squares, c.layer, Q_PARTS),
                                to.row, task * TILE_ROWS + to.n, out, kept.weight, to.there, c.attention_tag());
@@ -43,13 +43,13 @@ struct IndexWeights : MatrixStage {
 
   DEVICE static constexpr int tasks() { return INDEX_HEADS / TILE_ROWS; }
   DEVICE static constexpr int k() { return HIDDEN; }
-  DEVICE Source source(int) const { return {c.x(2 * c.layer), c.w()->attention_norm, c.x_squares(2 * c.layer)}; }
-  DEVICE TileRow<Exact> rows_of(int task, int) const {
-    return rows<Exact, HIDDEN>(copy_of(&c.w()->index_weights), INDEX_HEADS, task);
+  DEVICE Source source(int) const {
+    return {c.x(2 * c.layer), c.w()->attention_norm, c.x_squares(2 * c.layer), NORM_EPS};
   }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Exact, HIDDEN>(&c.w()->index_weights, INDEX_HEADS, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_f32(c.attention_rows(c.a->down_index, INDEX_OUT), INDEX_DIM + task * TILE_ROWS, to, v[0],
-            inverse_rms(c.s, to.row, HIDDEN, NORM_EPS) * INDEX_WEIGHT_SCALE);
+            inverse_rms(c.s, to.row) * INDEX_WEIGHT_SCALE);
   }
 };
 
@@ -62,11 +62,12 @@ struct Query : MatrixStage {
   DEVICE bool light() const { return true; }
   DEVICE static constexpr int k() { return Q_LORA; }
   DEVICE Source source(int) const {
-    return {c.attention_rows(c.a->q_normed, words(Q_LORA)), nullptr, c.attention_rows(c.a->q_squares, Q_PARTS)};
+    return {c.attention_rows(c.a->q_normed, words(Q_LORA)), nullptr, c.attention_rows(c.a->q_squares, Q_PARTS),
+            LATENT_NORM_EPS};
   }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return task < QS ? rows<Linear, Q_LORA>(copy_of(&c.w()->q_b), HEADS * Q_HEAD, task)
-                     : rows<Linear, Q_LORA>(copy_of(&c.w()->index_q), INDEX_Q, task - QS);
+  DEVICE RowsOf rows_of(int task, int) const {
+    return task < QS ? rows<Linear, Q_LORA>(&c.w()->q_b, HEADS * Q_HEAD, task)
+                     : rows<Linear, Q_LORA>(&c.w()->index_q, INDEX_Q, task - QS);
   }
   // Of an index head the first channels are rotated, of a head the last.
   DEVICE static int rotated(int task, Output to) {
@@ -79,7 +80,7 @@ struct Query : MatrixStage {
       load_angle<ROPE>(c.a->rope, load_constant(c.positions() + to.row), channel, kept.weight);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
-    f32 scale = inverse_rms(c.s, to.row, Q_LORA, LATENT_NORM_EPS), q[2] = {v[0][0] * scale, v[0][1] * scale};
+    f32 scale = inverse_rms(c.s, to.row), q[2] = {v[0][0] * scale, v[0][1] * scale};
     bool index = task >= QS;
     int tile = (index ? task - QS : task) * TILE_ROWS, channel = rotated(task, to);
     if (channel >= 0 && channel < ROPE) rotate_by(kept.weight, q);
@@ -101,7 +102,7 @@ template <int K_, int N, int STRIDE> struct PerHead : MatrixStage {
     all.base += task / TILES * words(STRIDE);
     return {all, nullptr, {}};
   }
-  DEVICE static TileRow<Absorbed> of_head(const Matrix& m, int task) {
+  DEVICE static RowsOf of_head(Const<Matrix> m, int task) {
     return rows<Absorbed, K_>(m, N, task % TILES, task / TILES);
   }
 };
@@ -109,7 +110,7 @@ template <int K_, int N, int STRIDE> struct PerHead : MatrixStage {
 struct LatentQuery : PerHead<NOPE, KV_LORA, Q_HEAD> {
   static constexpr u32 STAGE_ID = LATENT_QUERY;
   DEVICE Source source(int task) const { return of_head(c.attention_rows(c.a->query, words(HEADS * Q_HEAD)), task); }
-  DEVICE TileRow<Absorbed> rows_of(int task, int) const { return of_head(copy_of(&c.w()->key_up), task); }
+  DEVICE RowsOf rows_of(int task, int) const { return of_head(&c.w()->key_up, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_activations_of(c.attention_rows(c.a->latent_query, words(HEADS * KV_LORA)), task * TILE_ROWS, to, v[0]);
   }
@@ -120,7 +121,7 @@ struct ValueUp : PerHead<KV_LORA, V_DIM, KV_LORA> {
   DEVICE Source source(int task) const {
     return of_head(c.attention_rows(c.a->latent_out, words(HEADS * KV_LORA)), task);
   }
-  DEVICE TileRow<Absorbed> rows_of(int task, int) const { return of_head(copy_of(&c.w()->value_up), task); }
+  DEVICE RowsOf rows_of(int task, int) const { return of_head(&c.w()->value_up, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_activations_of(c.attention_rows(c.a->attention_out, words(HEADS * V_DIM)), task * TILE_ROWS, to, v[0]);
   }
@@ -132,9 +133,7 @@ struct AttentionOutput : MatrixStage {
   DEVICE static constexpr int tasks() { return HIDDEN / TILE_ROWS; }
   DEVICE static constexpr int k() { return HEADS * V_DIM; }
   DEVICE Source source(int) const { return {c.attention_rows(c.a->attention_out, words(HEADS * V_DIM)), nullptr, {}}; }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return rows<Linear, HEADS * V_DIM>(copy_of(&c.w()->o), HIDDEN, task);
-  }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Linear, HEADS * V_DIM>(&c.w()->o, HIDDEN, task); }
   DEVICE void ahead(int task, Output to, Kept& kept) const { c.ask_for_x(2 * c.layer, task, to, kept); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
     c.add_to_x(2 * c.layer, task, to, v[0], kept);
@@ -155,8 +154,8 @@ struct RouterLogits : MatrixStage {
     from.base += task / TILES * K;
     return {from, c.w()->mlp_norm + task / TILES * K, {}};
   }
-  DEVICE TileRow<Exact> rows_of(int task, int) const {
-    return rows<Exact, HIDDEN>(copy_of(&c.w()->router), EXPERTS, task % TILES).from_k(task / TILES * K);
+  DEVICE RowsOf rows_of(int task, int) const {
+    return rows<Exact, HIDDEN>(&c.w()->router, EXPERTS, task % TILES).from_k<Exact>(task / TILES * K);
   }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     put_f32(c.mlp_rows(c.a->router_scores, ROW), task / TILES * EXPERTS + task % TILES * TILE_ROWS, to, v[0]);
@@ -167,12 +166,14 @@ struct RouterLogits : MatrixStage {
 template <class F> struct AnyGateUp : MatrixStage {
   DEVICE static constexpr int k() { return HIDDEN; }
   DEVICE static constexpr int matrices() { return 2; }
-  DEVICE Source source(int) const { return {c.x_normed(2 * c.layer + 1), nullptr, c.x_squares(2 * c.layer + 1)}; }
-  DEVICE TileRow<F> half(int width, int half, int tile, u64 pair = 0) const {
-    return rows<F, HIDDEN>(copy_of(&c.w()->gate_up), width, tile, pair * 2 + half);
+  DEVICE Source source(int) const {
+    return {c.x_normed(2 * c.layer + 1), nullptr, c.x_squares(2 * c.layer + 1), NORM_EPS};
+  }
+  DEVICE RowsOf half(int width, int half, int tile, u64 pair = 0) const {
+    return rows<F, HIDDEN>(&c.w()->gate_up, width, tile, pair * 2 + half);
   }
   DEVICE void put_middle(int at, Output to, const f32 (&v)[2][2], f32 weight) const {
-    f32 rms = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS), m[2];
+    f32 rms = inverse_rms(c.s, to.row), m[2];
     for (int j = 0; j < 2; ++j) m[j] = weight * (silu(v[0][j] * rms) * (v[1][j] * rms));
     put_activations_of(c.mlp_rows(c.a->middle, words(MIDDLE)), at, to, m);
   }
@@ -193,11 +194,11 @@ template <class F> struct GateUp : AnyGateUp<F> {
   DEVICE static constexpr int most() { return TILES % 2 ? 1 : 2; }  // a run is either known or not
   DEVICE int known() const { return dense() ? tasks() : TILES; }
   DEVICE int sure() const { return dense() ? tasks() : (1 + TOP_K) * TILES; }
-  DEVICE bool decide(bool ok) const { return dense() || c.route.decide(c.s, ok); }
+  DEVICE bool decide(bool ok) const { return dense() || c.router().decide(c.s, ok); }
   DEVICE bool exists(int task) const { return dense() || task < (1 + (int)(u32)route_count[0]) * TILES; }
   DEVICE static bool shared(int task) { return task < TILES; }
   DEVICE static int expert(int task) { return route_active[task / TILES - 1]; }
-  DEVICE TileRow<F> rows_of(int task, int m) const {
+  DEVICE RowsOf rows_of(int task, int m) const {
     if (dense()) return this->half(DENSE_WIDTH, m, task);
     return this->half(EXPERT_WIDTH, m, task % TILES, shared(task) ? EXPERTS : expert(task));
   }
@@ -216,9 +217,7 @@ struct DenseDown : MatrixStage {
   DEVICE static constexpr int tasks() { return HIDDEN / TILE_ROWS; }
   DEVICE static constexpr int k() { return DENSE_WIDTH; }
   DEVICE Source source(int) const { return {c.mlp_rows(c.a->middle, words(MIDDLE)), nullptr, {}}; }
-  DEVICE TileRow<Linear> rows_of(int task, int) const {
-    return rows<Linear, DENSE_WIDTH>(copy_of(&c.w()->down), HIDDEN, task);
-  }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Linear, DENSE_WIDTH>(&c.w()->down, HIDDEN, task); }
   DEVICE void ahead(int task, Output to, Kept& kept) const { c.ask_for_x(2 * c.layer + 1, task, to, kept); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept& kept) const {
     c.add_to_x(2 * c.layer + 1, task, to, v[0], kept);
@@ -232,13 +231,13 @@ struct Logits : MatrixStage {
   DEVICE static constexpr int k() { return HIDDEN; }
   DEVICE Source source(int) const {
     u32 last = 2 * c.a->layers;
-    if (Head::ACT_BYTES == Act::ACT_BYTES) return {c.x_normed(last), nullptr, c.x_squares(last)};
-    return {c.x(last), c.a->final_norm, c.x_squares(last)};
+    if (Head::ACT_BYTES == Act::ACT_BYTES) return {c.x_normed(last), nullptr, c.x_squares(last), NORM_EPS};
+    return {c.x(last), c.a->final_norm, c.x_squares(last), NORM_EPS};
   }
-  DEVICE TileRow<Head> rows_of(int task, int) const { return rows<Head, HIDDEN>(copy_of(&c.a->head), VOCAB, task); }
+  DEVICE RowsOf rows_of(int task, int) const { return rows<Head, HIDDEN>(&c.a->head, VOCAB, task); }
   DEVICE void put(int task, Output to, const f32 (&v)[2][2], Kept&) const {
     if (!to.there) return;
-    f32 scale = inverse_rms(c.s, to.row, HIDDEN, NORM_EPS);
+    f32 scale = inverse_rms(c.s, to.row);
     for (int j = 0; j < 2; ++j) {
       u32 token = task * TILE_ROWS + to.n + j;
       c.best.offer(v[0][j] * scale, token);

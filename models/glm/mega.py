@@ -95,7 +95,7 @@ class MegaPath(DecodePath):
         **options: Any,
     ) -> None:
         self.pipeline = pipeline
-        self._many: Function | None = None  # for several tokens a launch, made when first wanted
+        self._many: dict[bool, Function] = {}  # of several tokens; by whether of one row
         self._ring: TokenRing | None = None  # likewise
         self._running: Running | None = None  # the last launch of several tokens
         self._flight: TokenLaunch | None = None
@@ -142,8 +142,10 @@ class MegaPath(DecodePath):
         """
         if self._ring is None:
 
-            def prepare() -> tuple[Function, TokenRing]:
-                return self._load(None, many=True), TokenRing(self.driver, MAX_TOKENS, kernel.ROWS)
+            def prepare() -> tuple[dict[bool, Function], TokenRing]:
+                any_rows = self._load(None, many=True)
+                one = self._load(None, many=True, one_row=True) if self._apart else any_rows
+                return {False: any_rows, True: one}, TokenRing(self.driver, MAX_TOKENS, kernel.ROWS)
 
             what = "prepare launches of several tokens"
             self._many, self._ring = self.group.agree(what, prepare) if self.group else prepare()
@@ -249,8 +251,7 @@ class MegaPath(DecodePath):
     def _launch(self) -> None:
         if not self._streams:
             return super()._launch()
-        assert self._many is not None
-        self._running = self.driver.start(self._many, *self._launch_shape())
+        self._running = self.driver.start(self._many[self._args.rows == 1], *self._launch_shape())
 
     def _open_regions(self) -> None:
         if self._ring is not None:

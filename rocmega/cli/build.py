@@ -32,13 +32,19 @@ def build(
     unknown = [target for target in arch if target not in TARGETS]
     if unknown:
         raise RequestError(f"--arch {unknown[0]!r}: choose one of {', '.join(TARGETS)}.")
-    unit_for = units(model, format, tensor_parallel_size, activations)
+    unit_for, of_one_row = (
+        units(model, format, tensor_parallel_size, activations, one_row=one_row) for one_row in (False, True)
+    )
     missing = {} if arch else {s.target: s.install for s in map(search, TARGETS) if s.found is None}
     targets = arch or [target for target in TARGETS if target not in missing]
     if not targets:
         raise ToolchainError(f"No compiler was found for any target. {missing['host']}")
     with progress(quiet=json) as show:
-        made = [compile(unit_for(target), target, output_dir=out, progress=show) for target in targets]
+        made = [
+            compile(unit(target), target, output_dir=out, progress=show)
+            for target in targets
+            for unit in ((unit_for,) if target == "host" else (unit_for, of_one_row))
+        ]
     if json:
         print_json({"model": model, "artifacts": [_report(artifact) for artifact in made], "no_compiler_for": missing})
     else:

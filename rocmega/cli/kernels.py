@@ -30,12 +30,14 @@ class Described:
         return registry.family_module(self.family, name)
 
 
-def units(model: str, format: str | None, ranks: int, activations: str = "auto") -> Callable[[str], Unit]:
+def units(
+    model: str, format: str | None, ranks: int, activations: str = "auto", *, one_row: bool = False
+) -> Callable[[str], Unit]:
     """From a target to what is compiled for it, for weights as they are packed for it.
 
     model: a checkpoint directory, whose formats count, or a model that we know by name, such as "glm-5.2". format: of
     the big matrices of a named model, by default as its checkpoint is published, and f32 for the tiny ones.
-    activations: as for `rocmega.LLM`.
+    activations: as for `rocmega.LLM`. one_row: what steps of one row are run by on a GPU.
     """
     if ranks < 1:
         raise RequestError(f"--tensor-parallel-size {ranks}: there is at least one rank.")
@@ -44,7 +46,9 @@ def units(model: str, format: str | None, ranks: int, activations: str = "auto")
     def unit(target: str) -> Unit:
         packed = described.module("plan").packed_formats
         formats = packed(described.config, described.stored, ranks, target, activations)
-        made: Unit = described.module("kernel").unit(described.config, formats, target, ranks, activations)
+        made: Unit = described.module("kernel").unit(
+            described.config, formats, target, ranks, activations, one_row=one_row
+        )
         return made
 
     return unit

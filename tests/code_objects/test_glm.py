@@ -17,27 +17,34 @@ BF16 = {"gfx942": "v_mfma_f32_16x16x16_bf16", "gfx950": "v_mfma_f32_16x16x32_bf1
 # eight vector registers' worth: some of what a stage finds when it begins, not of what its loops turn on.
 PARKED = 8 * 64
 
+# The last of each: whether it is the kernel of one row.
 CASES = [
-    ("gfx942", Formats("fp8_fnuz", "bf16"), "bf16", {}),
-    ("gfx950", Formats("fp8", "bf16"), "bf16", {}),
-    ("gfx942", Formats("fp8_fnuz", "bf16", "mxfp4"), "fp8", {"v_mfma_f32_16x16x32_fp8_fp8"}),
+    ("gfx942", Formats("fp8_fnuz", "bf16"), "bf16", {}, False),
+    ("gfx942", Formats("fp8_fnuz", "bf16"), "bf16", {}, True),
+    ("gfx950", Formats("fp8", "bf16"), "bf16", {}, False),
+    ("gfx950", Formats("fp8", "bf16"), "bf16", {}, True),
+    ("gfx942", Formats("fp8_fnuz", "bf16", "mxfp4"), "fp8", {"v_mfma_f32_16x16x32_fp8_fp8"}, False),
     (
         "gfx950",
         Formats("fp8", "bf16", "mxfp4"),
         "fp8",
         {"v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_scale_f32_16x16x128_f8f6f4"},
+        False,
     ),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].label}-a{case[2]}")
+@pytest.fixture(
+    scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1].label}-a{case[2]}{'-row' * case[4]}"
+)
 def compiled(request: pytest.FixtureRequest) -> tuple[str, set[str], Any]:
     """Target, matrix instructions meant besides bf16's and f32's, and the report of the kernel."""
-    target, formats, activations, meant = request.param
+    target, formats, activations, meant, one_row = request.param
     if toolchain.search(target).found is None:
         pytest.skip(f"no compiler for {target}")
     glm = config.from_dict(presets.preset("glm-5.2"))
-    [report] = inspect.report(kernel.unit(glm, formats, target, tp=8, activations=activations), target)
+    unit = kernel.unit(glm, formats, target, tp=8, activations=activations, one_row=one_row)
+    [report] = inspect.report(unit, target)
     return target, meant, report
 
 

@@ -118,7 +118,9 @@ class Bench:
     def mega(self) -> MegaPath:
         return self._make(*self._options)
 
-    def _make(self, blocks: int, mega_tasks: int = 1, artifact: Artifact | None = None) -> MegaPath:
+    def _make(
+        self, blocks: int, mega_tasks: int = 1, artifact: Artifact | None = None, one_row: bool = False
+    ) -> MegaPath:
         return MegaPath(
             self.config,
             self.weights,
@@ -129,12 +131,13 @@ class Bench:
             mega_tasks=mega_tasks,
             artifact=artifact,
             activations=self.activations,
+            one_row=one_row,
         )
 
-    def remake(self, blocks: int, mega_tasks: int = 1, artifact: Artifact | None = None) -> None:
+    def remake(self, blocks: int, mega_tasks: int = 1, artifact: Artifact | None = None, one_row: bool = False) -> None:
         """Another mega-task over the same cache."""
         self.mega.close()
-        self.mega = self._make(blocks, mega_tasks, artifact)
+        self.mega = self._make(blocks, mega_tasks, artifact, one_row)
 
     def close(self) -> None:
         if "mega" in vars(self):

@@ -30,6 +30,36 @@ def test_a_row_is_the_same_in_any_company(name, dtype, bench):
             assert row not in alone or together.row(at).same_bits(alone[row]), f"row {row} among {rows}"
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("glm-5.2-tiny", "f32"), ("odd", "bf16"), ("odd", "fp8")],
+)
+def test_the_kernel_of_one_row_gives_the_same_bits(name, dtype, bench):
+    """And nothing is found in it; steps of more rows stay with the other kernel."""
+    subject: Bench = bench(name, dtype, ROWS_OF[name])
+    rows = (0, 3, 7, 13)
+    alone, together = {row: subject.step([row]) for row in rows}, subject.step(rows)
+    subject.remake(3, one_row=True)
+    launched = recorded_launches(subject)
+    assert subject.step(rows).same_bits(together)
+    subject.driver.check = True
+    for subject.driver.seed, row in enumerate(rows):
+        assert subject.step([row]).same_bits(alone[row]), f"row {row}"
+        assert subject.driver.last_report.reports == 0
+    kernels = {function.handle for function in launched}
+    assert len(kernels) == 2, "one of each"
+    assert len({function.handle for function in launched[1:]}) == 1
+
+
+def recorded_launches(subject: Bench) -> list:
+    launch, launched = subject.driver.launch, []
+    subject.driver.launch = lambda function, *rest, **options: (
+        launched.append(function),
+        launch(function, *rest, **options),
+    )
+    return launched
+
+
 def test_rows_share_experts_and_have_none_in_common(bench):
     """That the companies above meet both: duplicate choices are streamed once, others come for some rows only."""
     subject: Bench = bench("glm-5.2-tiny", "f32")
