@@ -38,8 +38,8 @@ ANNOUNCE = """    drain();
 STUCK = [
     (
         Mutant("a producer is missing", "glm/matrices.h",
-               "    f32 scale = inverse_rms(c.s, to.row, Q_LORA, LATENT_NORM_EPS)",
-               "    if (task == 3) return;\n    f32 scale = inverse_rms(c.s, to.row, Q_LORA, LATENT_NORM_EPS)"),
+               "    f32 scale = inverse_rms(c.s, to.row), q[2]",
+               "    if (task == 3) return;\n    f32 scale = inverse_rms(c.s, to.row), q[2]"),
         r"in stage attend, task \d+",  # which alone reads this part of a query
     ),
     (
