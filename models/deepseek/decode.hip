@@ -53,7 +53,7 @@ struct Decode : Context {
 
  private:
   DEVICE void begin_sublayer() {
-    a = nearby_again(near_args, 0, a);
+    a = fresh(a);
     scored = scores(w());
     wide_now = read_wide(version), wide_next = read_wide(version + 1);
     constexpr int ROW = Slices::COUNT * EXPERTS;
@@ -61,7 +61,7 @@ struct Decode : Context {
                    w()->experts_of_token,           a->tokens_in};
   }
   DEVICE bool run(u32 stage) {
-    a = nearby_again(near_args, 0, a);
+    a = fresh(a);
     u32 t = next_tag();
     switch (stage) {
       case ENGRAM_DOTS:
@@ -125,7 +125,7 @@ struct Decode : Context {
         [&](int row, int channel, const f32(&v)[2], bool there) { publish_x(version, row, channel, v, there); });
   }
   DEVICE bool collapse_end() {
-    a = nearby_again(near_args, 0, a);
+    a = fresh(a);
     wide_now = read_wide(version);
     if (DELAYED) return true;
     return Sites::template mix<STREAMS>(s, MIX, next_tag(), streams(), a->end_mix,
@@ -133,7 +133,7 @@ struct Decode : Context {
            collapse<STREAMS>({a->end_scale, a->end_base, NORM_EPS, HC_EPS});
   }
   DEVICE bool embed_tokens() {
-    a = nearby_again(near_args, 0, a);
+    a = fresh(a);
     TokensIn tokens{a->tokens_in, nullptr, 0};
     return embed<Island, HIDDEN>(s, EMBED, tag(0), a->embedding, tokens,
                                  [&](int row, int channel, const f32(&v)[2], bool there) {
@@ -150,7 +150,7 @@ struct Decode : Context {
 
   // in shares of y of all ranks;  out h(version + 1).
   DEVICE bool reduce() {
-    a = nearby_again(near_args, 0, a);
+    a = fresh(a);
     return reduce_ranks<HIDDEN>(
         s, REDUCE, next_tag(), version + 1, a->parts, nullptr,
         [&](int row, int channel, const f32(&v)[2], bool there) { spread(row, channel, v, there); });
@@ -161,7 +161,7 @@ struct Decode : Context {
   DEVICE bool look_up() {
     if constexpr (ENGRAM_DIM != 0) {
       for (u32 i = 0; i < a->engram_count; ++i) {
-        a = nearby_again(near_args, 0, a);
+        a = fresh(a);
         Const<EngramWeights> w = as_const(a->engrams) + i;
         Hash hash{w->multipliers, w->heights,   a->token_ids, a->padding_token,
                   a->tokens_in,   a->positions, a->slots,     a->recent};
@@ -170,7 +170,7 @@ struct Decode : Context {
                                                                           i == 0, out))
           return false;
       }
-      a = nearby_again(near_args, 0, a);
+      a = fresh(a);
       if (!linear<Linear, false>(s, ENGRAM_MAP, tag(0), EngramMap{*this})) return false;
       if constexpr (RANKS > 1) return gather_mapped();
     }
@@ -179,7 +179,7 @@ struct Decode : Context {
   DEVICE bool gather_mapped() {
     constexpr int ALL = EngramMap::ALL;
     for (u32 i = 0; i < a->engram_count; ++i) {
-      a = nearby_again(near_args, 0, a);
+      a = fresh(a);
       u64 at = (u64)i * ROWS * ALL;
       if (!hand_on(s, ENGRAM_GATHER, tag(0), load_constant(a->mapped_parts + s.rank) + at, a->mapped + at, s.rows * ALL,
                    [](int value) { return (u32)(value % HIDDEN / EngramMap::WIDTH_R); }))
@@ -328,7 +328,7 @@ struct Decode : Context {
   }
 
   DEVICE bool next_token() {
-    a = nearby_again(near_args, 0, a);
+    a = fresh(a);
     u32 t = next_tag();
     TokensOut tokens{a->tokens_out, a->next_tokens};
     if (a->choices) {

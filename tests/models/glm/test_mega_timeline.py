@@ -13,6 +13,7 @@ from rocmega.compare.subject import Subject
 from rocmega.errors import RequestError
 from rocmega.models.glm import flow, kernel, traffic
 from rocmega.packing.traffic import read_bytes
+from rocmega.step import StepBatch
 from rocmega.timeline import Timeline
 from rocmega.toolchain import assembly
 from rocmega.toolchain.unit import hip_dir
@@ -26,16 +27,21 @@ def subject() -> Subject:
 
 
 @pytest.fixture(scope="module")
-def stamped(subject) -> tuple[Timeline, torch.Tensor]:
+def batch(subject) -> StepBatch:
+    return subject.batch(ROWS, CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def stamped(subject, batch) -> tuple[Timeline, torch.Tensor]:
     mega = subject.mega_with_timeline()
-    logits = mega.decode(subject.batch(ROWS, CONTEXT)).logits.clone()
+    logits = mega.decode(batch).logits.clone()
     made = mega.timeline()
     mega.close()
     return made, logits
 
 
-def test_stamps_change_no_bit(subject, stamped):
-    assert torch.equal(subject.mega().decode(subject.batch(ROWS, CONTEXT)).logits, stamped[1])
+def test_stamps_change_no_bit(subject, batch, stamped):
+    assert torch.equal(subject.mega().decode(batch).logits, stamped[1])
 
 
 def test_every_task_is_there_once(subject, stamped):
