@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import itertools
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -93,8 +94,7 @@ class DecodePath(ABC):
         self._header = descriptor.load(self.kernel.FOLDER / "descriptor.h")
         apart = driver.name in ("hip", "cuda") if one_row is None else one_row
         self._apart = apart and artifact is None
-        self._function = self._load(artifact)
-        self._one_row = self._load(None, timeline=timeline, one_row=True) if self._apart else self._function
+        self._function, self._one_row = self._variants(artifact, timeline=timeline)
         resident = [driver.max_blocks(f, THREADS, self._dynamic_lds) for f in (self._function, self._one_row)]
         self.blocks = min(*resident, driver.facts().compute_units) if blocks is None else blocks
         self._keep: list[torch.Tensor] = []  # tensors whose addresses the kernel has
@@ -237,18 +237,30 @@ class DecodePath(ABC):
         words = self.kernel.lds_words(self.config, self.driver.arch)
         return 4 * words if self.driver.name == "cuda" else 0
 
-    def _load(self, artifact: Artifact | None, **options: bool) -> Function:
-        """The kernel's function. options: of the kernel's unit()."""
-        if artifact is None:
-            unit = self.kernel.unit(
+    def _variants(self, artifact: Artifact | None = None, **options: bool) -> tuple[Function, Function]:
+        """The kernel's function for any number of rows, and for one, which may be the same.
+
+        artifact: what to take for both instead of building. options: of the kernel's unit().
+        """
+        if artifact is not None:
+            return (function := self._load(artifact)), function
+        units = [
+            self.kernel.unit(
                 self.config,
                 self.weights.formats,
                 self.driver.arch,
                 activations=self.activations,
                 tp=self.weights.tp,
-                **options or {"timeline": self.stamped},
+                **options,
+                one_row=one_row,
             )
-            artifact = compile_unit(unit, self.driver.arch)
+            for one_row in ((False, True) if self._apart else (False,))
+        ]
+        with ThreadPoolExecutor() as pool:  # compilers run side by side
+            made = [self._load(artifact) for artifact in pool.map(lambda u: compile_unit(u, self.driver.arch), units)]
+        return made[0], made[-1]
+
+    def _load(self, artifact: Artifact) -> Function:
         stages = descriptor.load(self.kernel.FOLDER / "stages.h").enums["Stage"]
         return self.driver.load(artifact).function(self.kernel.KERNEL, [name.lower() for name in stages])
 

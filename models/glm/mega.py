@@ -143,8 +143,7 @@ class MegaPath(DecodePath):
         if self._ring is None:
 
             def prepare() -> tuple[dict[bool, Function], TokenRing]:
-                any_rows = self._load(None, many=True)
-                one = self._load(None, many=True, one_row=True) if self._apart else any_rows
+                any_rows, one = self._variants(many=True)
                 return {False: any_rows, True: one}, TokenRing(self.driver, MAX_TOKENS, kernel.ROWS)
 
             what = "prepare launches of several tokens"
