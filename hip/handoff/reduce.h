@@ -138,16 +138,19 @@ template <int WIDTH_X> struct Shares<WIDTH_X, Exchange::FLAGGED> {
 
 // x(version) = x(version - 1) + the shares of all ranks. A task is 2 * THREADS values of the flat [rows][WIDTH].
 //   in   parts: of all ranks; before: x(version - 1), [rows][WIDTH], or null: the sum alone
-//   out  sink(row, channel, v, there): v of `channel` and the next; eight threads in a row have 16 channels, and all threads are
-//        there
-template <int WIDTH_X, Exchange HOW = Exchange::EXCHANGE, class Sink>
-DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, Pair* const* parts, const Pair* before, Sink sink) {
+//   out  sink(row, channel, v, there, kept): v of `channel` and the next; eight threads in a row have 16 channels, and all
+//        threads are there. kept: what ahead(row, channel, there) made before the shares were waited for
+template <int WIDTH_X, Exchange HOW = Exchange::EXCHANGE, class Ahead, class Sink>
+DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, Pair* const* parts, const Pair* before, Ahead ahead,
+                         Sink sink) {
   int values = (int)s.rows * WIDTH_X, tasks = (values + 2 * THREADS - 1) / (2 * THREADS);
   Shares<WIDTH_X, HOW> of_ranks{parts, s.rank, version, tag};
   for (int task = s.first_task(); task < tasks; task += n_blocks()) {
     s.begin(stage, task, tag);
     int i = 2 * (task * THREADS + thread_id());
     bool there = i < values, ok = true;
+    int row = there ? i / WIDTH_X : 0, channel = there ? i % WIDTH_X : 0;
+    auto kept = ahead(row, channel, there);
     if (!of_ranks.exchange(s, task, i, there)) return false;
     f32 sum[2] = {};
     if (there) {
@@ -163,11 +166,18 @@ DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, Pair* const* 
     }
     if (!s.all_ok(ok)) return false;
     s.input_is_there();
-    sink(there ? i / WIDTH_X : 0, there ? i % WIDTH_X : 0, sum, there);
+    sink(row, channel, sum, there, kept);
     s.end();
   }
   s.finish(tasks);
   return true;
+}
+// The same, for a sink that needs nothing besides.
+template <int WIDTH_X, Exchange HOW = Exchange::EXCHANGE, class Sink>
+DEVICE bool reduce_ranks(Step& s, u32 stage, u32 tag, u32 version, Pair* const* parts, const Pair* before, Sink sink) {
+  return reduce_ranks<WIDTH_X, HOW>(
+      s, stage, tag, version, parts, before, [](int, int, bool) { return 0; },
+      [&](int row, int channel, const f32(&v)[2], bool there, int) { sink(row, channel, v, there); });
 }
 
 // Values of which every rank has pushed some to all, handed on to this rank's blocks. A task is 2 * THREADS of them.

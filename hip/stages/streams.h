@@ -17,7 +17,8 @@ template <int STREAMS, int HIDDEN> struct Streams {
   static constexpr int SLICES = WIDTH_ALL % PIECE || WIDTH_ALL / PIECE > 40 ? 1 : WIDTH_ALL / PIECE;
   static constexpr int SLICE = WIDTH_ALL / SLICES, SLICED = SLICES * (OUT + 1);
   static constexpr int PIECES = (HIDDEN + PIECE - 1) / PIECE;
-  static_assert(OUT + 1 <= WIDTH && HIDDEN % 2 == 0 && SLICE % 2 == 0, "");
+  static constexpr int LANES = 8;  // that sum up a product's parts: one would have to keep 40 on their way
+  static_assert((OUT + 1) * LANES <= THREADS && HIDDEN % 2 == 0 && SLICE % 2 == 0, "");
 
   const f32 *scale, *base;  // [3], [OUT]
   f32 norm_eps, eps;        // of the streams' norm; of weights and divisors
@@ -26,22 +27,25 @@ template <int STREAMS, int HIDDEN> struct Streams {
   //   in   h [row][STREAMS * HIDDEN] as tagged pairs;  weights f32 [N][STREAMS * HIDDEN], row-major
   //   out  [row][slice][N + 1] as tagged pairs: products, then the slice's sum of squares
   // On the vector unit: 24 outputs would fill one and a half tiles of the matrix unit, and padding 24 rows to 32 costs a third
-  // more bytes. A thread's columns of M stay in registers for all rows.
+  // more bytes. A thread's columns of M stay in registers for all rows, and are asked for before the streams are there.
   template <int N = OUT>
   DEVICE static bool mix(Step& s, u32 stage, u32 tag, const PairRows& h, const f32* weights, Pair* out) {
     for (int slice = s.first_task(); slice < SLICES; slice += n_blocks()) {
       s.begin(stage, slice, tag);
+      constexpr bool HELD = SLICE <= PIECE;
+      f32 m[N][2] = {};
+      if (HELD && 2 * thread_id() < SLICE) columns(weights + slice * SLICE + 2 * thread_id(), m);
       for (int row = 0; row < (int)s.rows; ++row) {
         f32 sum[N + 1] = {};
         bool ok = true;
         for (int from = 2 * thread_id(); from < SLICE && ok; from += PIECE) {
           int k = slice * SLICE + from;
           Pair got[2];
+          if (!HELD) columns(weights + k, m);
           ok = h.take(s, row, [k](int i) { return k + i; }, got);
           UNROLL for (int j = 0; j < 2; ++j) {
             f32 v = value_of(got[j]);
-            UNROLL for (int n = 0; n < N; ++n) sum[n] =
-                __builtin_fmaf(load_constant(weights + (u64)n * WIDTH_ALL + k + j), v, sum[n]);
+            UNROLL for (int n = 0; n < N; ++n) sum[n] = __builtin_fmaf(m[n][j], v, sum[n]);
             sum[N] = __builtin_fmaf(v, v, sum[N]);
           }
         }
@@ -93,14 +97,15 @@ template <int STREAMS, int HIDDEN> struct Streams {
       s.begin(stage, task, tag);
       int row = task / PIECES, channel = task % PIECES * PIECE + 2 * thread_id();
       bool mine = channel < HIDDEN;
-      if (!gather<N>(s, products, row, STREAMS)) return false;
+      f32 of_kind = load_constant(scale), bases[STREAMS];  // all that the products are not needed for goes first
+      UNROLL for (int from = 0; from < STREAMS; ++from) bases[from] = load_constant(base + from);
       Pair old[2 * STREAMS];
       bool ok = h.take(s, row, [&](int i) { return i / 2 * HIDDEN + (mine ? channel : 0) + i % 2; }, old);
-      if (!s.all_ok(ok)) return false;
+      if (!gather<N>(s, products, row, STREAMS, ok)) return false;
       s.input_is_there();
       f32 rms = inverse_rms<N>(), x[2] = {};
       UNROLL for (int from = 0; from < STREAMS; ++from) {
-        f32 weight = collapse_weight(from, rms);
+        f32 weight = sigmoid(lds_value(from) * rms * of_kind + bases[from]) + eps;
         UNROLL for (int j = 0; j < 2; ++j) x[j] += weight * value_of(old[2 * from + j]);
       }
       sink(row, channel, x, mine);
@@ -111,40 +116,57 @@ template <int STREAMS, int HIDDEN> struct Streams {
     return true;
   }
 
-  // What a sublayer's last stage does with two of its outputs: h'[t], and, for models that collapse with the weights of the
-  // site before, x of the next site. One thread's work; false if a wait was given up.
+  // What a sublayer's last stage does with two of its outputs y: h'[t], and, for models that collapse with the weights of the
+  // site before, x of the next site. One thread's work. All but y can be taken before y is there.
   //   in   h; `weights` [row][OUT], of `site`;  out `streams`, and x
-  DEVICE static bool expand(Step& s, const PairRows& h, const PairRows& weights, int row, int channel,
-                            const f32 (&y)[2], Pair* streams, f32 (&x)[2], u32 tag) {
-    Pair old[2 * STREAMS], of_site[OUT];
+  struct Before {
+    f32 old[2 * STREAMS], site[OUT];
+  };
+  DEVICE static bool before(Step& s, const PairRows& h, const PairRows& weights, int row, int channel, Before& of) {
+    Pair old[2 * STREAMS], site[OUT];
     bool ok = h.take(s, row, [channel](int i) { return i / 2 * HIDDEN + channel + i % 2; }, old);
-    ok = weights.take(s, row, [](int i) { return i; }, of_site) && ok;
+    ok = weights.take(s, row, [](int i) { return i; }, site) && ok;
+    UNROLL for (int i = 0; i < 2 * STREAMS; ++i) of.old[i] = value_of(old[i]);
+    UNROLL for (int i = 0; i < OUT; ++i) of.site[i] = value_of(site[i]);
+    return ok;
+  }
+  DEVICE static void expand(const Before& of, int row, int channel, const f32 (&y)[2], Pair* streams, f32 (&x)[2],
+                            u32 tag) {
     x[0] = x[1] = 0;
     UNROLL for (int to = 0; to < STREAMS; ++to) {
       f32 v[2];
       UNROLL for (int j = 0; j < 2; ++j) {
-        v[j] = value_of(of_site[STREAMS + to]) * y[j];
+        v[j] = of.site[STREAMS + to] * y[j];
         UNROLL for (int from = 0; from < STREAMS; ++from) v[j] +=
-            value_of(of_site[(2 + from) * STREAMS + to]) * value_of(old[2 * from + j]);
+            of.site[(2 + from) * STREAMS + to] * of.old[2 * from + j];
         put(streams + row * WIDTH_ALL + to * HIDDEN + channel + j, v[j], tag);
-        x[j] += value_of(of_site[to]) * v[j];
+        x[j] += of.site[to] * v[j];
       }
     }
-    return ok;
   }
 
  private:
-  // Sums over slices, in their order, of the first `count` of N products and of the squares, to LDS. Ends with a barrier.
-  template <int N> DEVICE static bool gather(Step& s, const PairRows& products, int row, int count) {
-    bool ok = true;
-    if (thread_id() <= count) {
-      int n = thread_id() < count ? thread_id() : N;
-      Pair got[SLICES];
-      ok = products.take(s, row, [n](int slice) { return slice * (N + 1) + n; }, got);
-      f32 sum = 0;
-      UNROLL for (int slice = 0; slice < SLICES; ++slice) sum += value_of(got[slice]);
-      set_lds_value(n, sum);
+  // Two neighbouring columns of M, of all outputs.
+  template <int N> DEVICE static void columns(const f32* weights, f32 (&m)[N][2]) {
+    UNROLL for (int n = 0; n < N; ++n) {
+      u64 two = load_constant((const u64*)(weights + (u64)n * WIDTH_ALL));
+      m[n][0] = bits<f32>((u32)two), m[n][1] = bits<f32>((u32)(two >> 32));
     }
+  }
+  // Sums over slices, in an order that is always the same, of the first `count` of N products and of the squares, to LDS. Ends
+  // with a barrier. ok: of waits before.
+  template <int N> DEVICE static bool gather(Step& s, const PairRows& products, int row, int count, bool ok = true) {
+    int which = thread_id() / LANES, part = thread_id() % LANES, n = which < count ? which : N;
+    f32 sum = 0;
+    if (which <= count) {
+      constexpr int EACH = (SLICES + LANES - 1) / LANES;
+      auto slice = [part](int i) { return part + i * LANES; };
+      Pair got[EACH];
+      ok = products.take(s, row, [&](int i) { return (slice(i) < SLICES ? slice(i) : 0) * (N + 1) + n; }, got) && ok;
+      UNROLL for (int i = 0; i < EACH; ++i) sum += slice(i) < SLICES ? value_of(got[i]) : 0;
+    }
+    UNROLL for (int o = 1; o < LANES; o *= 2) sum += bits<f32>(wave_read(bits<u32>(sum), lane_id() ^ o));
+    if (which <= count && part == 0) set_lds_value(n, sum);
     return s.all_ok(ok);
   }
   template <int N> DEVICE f32 inverse_rms() const {

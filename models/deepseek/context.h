@@ -132,9 +132,12 @@ struct Context {
     if (channel % TILE_ROWS == 0) put(sums + row * (N / TILE_ROWS) + channel / TILE_ROWS, sum, t);
   }
   DEVICE void publish_x(u32 of, int row, int channel, const f32 (&v)[2], bool there) const {
-    u32 t = tag(of);
     f32 norm[2];
     load_channels(norm_of(of), there ? channel : 0, norm);
+    publish_x(of, row, channel, v, norm, there);
+  }
+  DEVICE void publish_x(u32 of, int row, int channel, const f32 (&v)[2], const f32 (&norm)[2], bool there) const {
+    u32 t = tag(of);
     if (there && (of == version ? wide_now : wide_next))
       for (int j = 0; j < 2; ++j) put(slot(a->x, of, HIDDEN) + row * HIDDEN + channel + j, v[j], t);
     publish_normed<HIDDEN>(slot(a->x_normed, of, words(HIDDEN)), slot(a->x_squares, of, PARTS), row, channel, v, norm,
@@ -145,12 +148,21 @@ struct Context {
   }
   // The next version of the streams, of two channels of a sublayer's output y. All of a wave come here. A wait that is given up
   // ends the step at the next barrier.
-  DEVICE void spread(int row, int channel, const f32 (&y)[2], bool there) {
+  struct Ahead {  // what it takes besides y
+    Sites::Before streams;
+    f32 norm[2];
+  };
+  DEVICE Ahead before_spread(int row, int channel, bool there) {
+    Ahead of = {};
+    if (collapsed_before(version + 1)) load_channels(norm_of(version + 1), there ? channel : 0, of.norm);
+    if (there) Sites::before(s, streams(), site(version), row, channel, of.streams);
+    return of;
+  }
+  DEVICE void spread(int row, int channel, const f32 (&y)[2], bool there, const Ahead& of) {
     f32 next[2] = {};
-    if (there)
-      Sites::expand(s, streams(), site(version), row, channel, y, slot(a->h, version + 1, Sites::WIDTH_ALL), next,
-                    next_tag());
-    if (collapsed_before(version + 1)) publish_x(version + 1, row, channel, next, there);
+    Pair* to = slot(a->h, version + 1, Sites::WIDTH_ALL);
+    if (there) Sites::expand(of.streams, row, channel, y, to, next, next_tag());
+    if (collapsed_before(version + 1)) publish_x(version + 1, row, channel, next, of.norm, there);
   }
   // The same, where of several ranks y is this one's share.
   DEVICE void add_share(int row, int channel, const f32 (&y)[2], bool there) {
@@ -158,7 +170,7 @@ struct Context {
       u32 at = row * HIDDEN + channel;
       if (there) give_share<HIDDEN>(s.rank, a->parts, version + 1, at, {bits<u32>(y[0]), bits<u32>(y[1])}, next_tag());
     } else {
-      spread(row, channel, y, there);
+      spread(row, channel, y, there, before_spread(row, channel, there));
     }
   }
 };

@@ -153,7 +153,10 @@ struct Decode : Context {
     a = fresh(a);
     return reduce_ranks<HIDDEN>(
         s, REDUCE, next_tag(), version + 1, a->parts, nullptr,
-        [&](int row, int channel, const f32(&v)[2], bool there) { spread(row, channel, v, there); });
+        [&](int row, int channel, bool there) { return before_spread(row, channel, there); },
+        [&](int row, int channel, const f32(&v)[2], bool there, const Ahead& of) {
+          spread(row, channel, v, there, of);
+        });
   }
 
   // Engram. Its rows depend on the tokens alone, so all of them are looked up, and mapped, before anything else.

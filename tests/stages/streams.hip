@@ -23,8 +23,9 @@ DEVICE bool expand(Step& s, const PairRows& h, const PairRows& site, const PairR
       Pair got[2];
       ok = x.take(s, row, [channel](int j) { return channel + j; }, got) && ok;
       f32 next[2];
-      ok = Of::expand(s, h, site, row, channel, {2 * value_of(got[0]), 2 * value_of(got[1])}, a.next, next, a.epoch) &&
-           ok;
+      Of::Before before;
+      ok = Of::before(s, h, site, row, channel, before) && ok;
+      Of::expand(before, row, channel, {2 * value_of(got[0]), 2 * value_of(got[1])}, a.next, next, a.epoch);
       for (int j = 0; j < 2; ++j) put(a.next_x + row * HIDDEN + channel + j, next[j], a.epoch);
     }
     if (!s.all_ok(ok)) return false;
