@@ -23,7 +23,7 @@ def server(directory: Path, seconds: int) -> Iterator[tuple[subprocess.Popen, st
     """A process that serves, and its address."""
     arguments = [
         "serve", directory, "--port", "0", "--path", "standard", "--device", "host",
-        "--max-rows", "1", "--max-model-len", "4096", "--shutdown-seconds", str(seconds),
+        "--max-rows", "1", "--max-model-len", "1024", "--shutdown-seconds", str(seconds),
     ]  # fmt: skip
     command = [sys.executable, "-c", START, *map(str, arguments)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
@@ -40,7 +40,7 @@ def server(directory: Path, seconds: int) -> Iterator[tuple[subprocess.Popen, st
         process.wait()
 
 
-@pytest.mark.parametrize(("tokens", "seconds", "whole"), [(4000, 1, False), (100, 60, True)])
+@pytest.mark.parametrize(("tokens", "seconds", "whole"), [(800, 1, False), (100, 60, True)])
 def test_what_has_begun_goes_on_for_so_long(speaking, tokens, seconds, whole):
     body = {"prompt": [[1, 2, 3]], "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     with server(speaking, seconds) as (process, address):
