@@ -27,7 +27,7 @@ constexpr u32 NO_PEER = 0xffffffffu;
 SHARED(u32, lost_in_turn, 2);  // a thread gave up a wait
 
 #ifndef MOST_ROWS
-#define MOST_ROWS ROWS  // or 1: a kernel for one row
+#define MOST_ROWS 16  // or 1: a kernel for one row
 #endif
 // Rows of a step. A kernel for one row knows their number when it is compiled, and much of what deals with rows is not there
 // then: GLM-5.2 on an H200 takes 75.5 us a layer instead of 85.5.

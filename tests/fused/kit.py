@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rocmega.checkpoint.tiles import PackedMatrix, dtype_of
@@ -30,7 +32,8 @@ def rank_of_glm52(
     formats = Formats("fp8" if format == "mxfp4" else format, island, format)
     todo = plan(config, formats, tp=RANKS, arch=arch)
     fields = _shapes(todo) if device == "meta" else random_fields(todo, layers, device)
-    return rank_config(config, RANKS), assemble(todo.formats, config, fields, RANKS)
+    part = assemble(todo.formats, config, fields, RANKS)
+    return rank_config(config, RANKS), replace(part, tp=1, rank=0)  # of a model of its own
 
 
 def _shapes(todo: Plan) -> dict[str, Value]:
