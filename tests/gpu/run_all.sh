@@ -1,6 +1,7 @@
 #!/bin/sh
 # What needs a GPU, from cheap to dear; logs, reports and figures go to a folder.
-#   sh tests/gpu/run_all.sh OUT [PART ...]      parts: selftest sanitizer glm fused compare deepseek; all unless named
+#   sh tests/gpu/run_all.sh OUT [PART ...]      parts: selftest sanitizer glm fused compare deepseek; all of these unless named
+#   sh tests/gpu/run_all.sh OUT ranks           on a host with two GPUs
 # Exits with 1 if anything failed. Most of the time goes to compiling, so kernels are built first, side by side.
 set -u
 out=${1:-.}
@@ -14,7 +15,7 @@ make() {
 
 build() {
     arch=$(python3 -c 'from rocmega.drivers.select import pick; print(pick().arch)')
-    if [ "$parts" != deepseek ]; then
+    if [ "$parts" != deepseek ] && [ "$parts" != ranks ]; then
         for format in f32 bf16 fp8; do make glm-5.2-tiny --arch "$arch" --format "$format"; done
         make glm-5.2-mid --arch "$arch" --format fp8
     fi
@@ -45,5 +46,6 @@ part sanitizer python3 -m pytest -q -rs tests/gpu/test_sanitizer.py
 part glm python3 -m pytest -q -rs tests/gpu/test_glm.py tests/platform tests/host/test_chain_on_gpu.py
 part fused python3 -m pytest -q -rs tests/gpu/test_glm_fused.py
 part compare python3 -m pytest -q -rs tests/gpu/test_compare.py
+part ranks python3 -m pytest -q -rs -s tests/gpu/test_ranks.py
 part deepseek python3 -m pytest -q -rs -s tests/gpu/test_deepseek.py
 exit $failed

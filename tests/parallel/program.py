@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from rocmega import LLM, SamplingParams
+from rocmega.drivers.base import Driver
 from rocmega.drivers.host import HostDriver
+from rocmega.drivers.select import pick
 from rocmega.errors import DriverError, RocmegaError
-from rocmega.parallel import TorchGroup
-from tests.parallel.chain import RankChain
+from rocmega.parallel import TorchGroup, local_rank
+from tests.parallel.chain import SPAN, RankChain, reference
 
 WAIT_SECONDS = 2.0
 
 
-def misbehave(how: str, driver: HostDriver) -> None:
+def misbehave(how: str, driver: Driver) -> None:
     """What rank 1 does before its third step."""
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,11 +51,15 @@ def borders() -> None:
         assert answer.item() == 10 * step
 
 
-def launches(checkpoint: str, *, dies: bool = False) -> None:
-    """Answers of a tiny model on two ranks, many tokens a launch, one of which is ended early; prints what came."""
-    settings = {"path": "mega", "device": "host", "blocks": 2, "max_rows": 2, "max_model_len": 128}
+def launches(checkpoint: str, device: str, *, dies: bool = False) -> None:
+    """Answers of a tiny model on two ranks, many tokens a launch, one of which is ended early; prints what came.
+
+    A rank that dies does so early in the first of several launches: on a GPU that one may still run to its end.
+    """
+    length = 128 if device == "host" else 1024
+    settings = {"path": "mega", "device": device, "blocks": 2, "max_rows": 2, "max_model_len": length}
     with LLM(checkpoint, tensor_parallel_size=2, tokens_per_launch="auto", **settings) as llm:
-        stream = llm.stream([3, 1, 4], SamplingParams(max_tokens=100))
+        stream = llm.stream([3, 1, 4], SamplingParams(max_tokens=length - 3, ignore_eos=True))
         first = [next(stream) for _ in range(3)][-1]
         if dies and int(os.environ["RANK"]) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -69,27 +75,30 @@ def launches(checkpoint: str, *, dies: bool = False) -> None:
     print(json.dumps({"answers": tokens, **{name: metrics[name] for name in wanted}}), flush=True)
 
 
-def main(how: str, *arguments: str) -> None:
+def main(how: str, device: str = "host", what: str = "30") -> None:
+    """device: host, or auto for a GPU of each rank's own. what: how many steps, or which checkpoint."""
     if how == "borders":
         return borders()
     if how in ("launches", "lost launch"):
-        return launches(*arguments, dies=how == "lost launch")
+        return launches(what, device, dies=how == "lost launch")
     group = TorchGroup(int(os.environ["WORLD_SIZE"]), wait_seconds=WAIT_SECONDS, setup_seconds=30)
-    driver = HostDriver(seed=group.rank)
+    driver = HostDriver(seed=group.rank) if device == "host" else pick(device, index=local_rank())
     if how == "refuse" and group.rank == 1:
         driver.shared = lambda *args, **kwargs: (_ for _ in ()).throw(DriverError("no memory for peers here"))
     chain = group.agree("make the chain", lambda: RankChain(group, driver))
-    delays, seen = random.Random(group.rank), []
-    for step in range(30):
+    delays, seen = random.Random(group.rank), hashlib.sha256()
+    for step in range(int(what)):
         if how == "delays" and step % 3 == 0:
             time.sleep(delays.random() / 50)
         if step == 2 and group.rank == 1:
             misbehave(how, driver)
-        seen.append(chain.step())
-    same = hashlib.sha256(np.stack(seen).tobytes()).hexdigest()
+        x, expected = chain.step(), reference(group.size, 1 + step * SPAN)
+        if np.abs(x.view(np.float32) - expected).max() > 1e-5 * np.abs(expected).max():  # sums of 40 products in f32
+            raise RocmegaError(f"step {step} of rank {group.rank} is wrong")
+        seen.update(x.tobytes())
     chain.close()
     group.close()
-    print("bits", same, flush=True)
+    print("bits", seen.hexdigest(), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,33 +13,10 @@ from rocmega.models.glm import kernel
 from rocmega.models.glm.config import from_dir
 from rocmega.models.glm.weights import Formats
 from rocmega.toolchain import compile
+from tests.parallel.processes import end, ends, start
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10.0  # from the failure to the last exit
 READY = 45.0  # Python and torch, on a busy machine
-
-
-def start(ranks: int, *how: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(ranks):
-        variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.parallel.program", *how],
-                cwd=ROOT,
-                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return started
 
 
 def files() -> set[str]:
@@ -52,22 +25,15 @@ def files() -> set[str]:
 
 @pytest.fixture
 def ranks():
-    """ranks(3, "die"): each one's exit code, output and errors, and the seconds from the first end to the last."""
+    """ranks(3, "die"): how so many processes of program.py end; see `ends`."""
     started: list[subprocess.Popen[str]] = []
 
     def run(count: int, *how: str) -> tuple[list[tuple[int, str, str]], float]:
         started.extend(start(count, *how))
-        deadline = time.monotonic() + READY
-        while all(process.poll() is None for process in started) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        first = time.monotonic()
-        ended = [(p.wait(timeout=READY) if p.poll() is None else p.returncode, *p.communicate()) for p in started]
-        return ended, time.monotonic() - first
+        return ends(started, READY)
 
     yield run
-    for process in started:
-        process.kill()
-        process.wait()
+    end(started)
 
 
 def test_delays_change_nothing(ranks):
@@ -139,7 +105,7 @@ def two_ranks(tiny) -> str:
 
 def test_many_tokens_a_launch_on_ranks(ranks, two_ranks):
     """Those of one rank, and not one more or less on any rank; what draws goes step by step, and it is said why."""
-    ended, _ = ranks(2, "launches", two_ranks)
+    ended, _ = ranks(2, "launches", "host", two_ranks)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert ended[0][1] == ended[1][1]
     seen = json.loads(ended[0][1])
@@ -154,7 +120,7 @@ def test_many_tokens_a_launch_on_ranks(ranks, two_ranks):
 
 
 def test_a_rank_that_dies_in_a_launch_of_many_tokens_is_named(ranks, two_ranks):
-    ended, seconds = ranks(2, "lost launch", two_ranks)
+    ended, seconds = ranks(2, "lost launch", "host", two_ranks)
     assert ended[1][0] == -9
     code, out, errors = ended[0]
     assert (code, out) == (2, "")

@@ -150,7 +150,7 @@ def test_a_wait_that_ends_nowhere_names_the_rank_that_is_waited_for() -> None:
     """By the kernel's own limit: every rank leaves, the others because they are told."""
     chains = Chains(3)
     for chain in chains.chains:
-        chain.group.poll_limit = lambda driver: 300
+        chain.limit = 300
     with pytest.raises(StepError, match=r"on rank \d, .* waited in stage reduce, task 0, for rank 1 and tag 4 and saw"):
         chains.step(check=False, mute=1)
     chains.close()
