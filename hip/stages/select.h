@@ -2,8 +2,9 @@
 //   in   scores [row][key], flags of all tasks that made them;  one task a row, for rows with more than K keys only
 //   out  selection [row][K], written through, flag [row]
 // A radix select: four passes of 8 bits over an order-preserving image of f32 find the K-th largest key and how many of its
-// equals belong in; a fifth counts per thread and a sixth writes. One block reads the scores six times: at 60 K positions
-// 1.4 MB, which its XCD's L2 holds.
+// equals belong in; a fifth counts per wave and a sixth writes. One block reads the scores six times: at 60 K positions
+// 1.4 MB, which its XCD's L2 holds. Every lane has several of them on their way: one at a time, a pass was a chain of trips
+// to the L2, and so were stretches of neighbours a thread, of which no two lanes share a line.
 #pragma once
 #include "stages/cache_entry.h"
 
@@ -82,13 +83,27 @@ template <int K> struct Select {
   }
 
  private:
+  static constexpr int BATCH = 8;  // keys of a lane on their way
+  // Keys first, first + step, ... of `keys`, with a bit for each that is below n.
+  template <class Key> DEVICE static u32 batch(u32 first, u32 step, u32 n, Key key, u32 (&keys)[BATCH]) {
+    u32 there = 0;
+    UNROLL for (int b = 0; b < BATCH; ++b) {
+      u32 j = first + b * step;
+      there |= (u32)(j < n) << b;
+      keys[b] = key(j < n ? j : n - 1);
+    }
+    return there;
+  }
   // Histogram of the next digit of the keys that agree with the threshold so far.
   template <class Key> DEVICE static void count(u32 n, Key key, u32 threshold, u32 known, int shift) {
     block_barrier();
     for (int bin = thread_id(); bin < BINS; bin += THREADS) lds[bin] = 0u;
     block_barrier();
-    for (u32 j = thread_id(); j < n; j += THREADS)
-      if (u32 k = key(j); (k & known) == threshold) lds_add(lds, 255 - (k >> shift & 255), 1u);
+    for (u32 first = thread_id(); first < n; first += THREADS * BATCH) {
+      u32 keys[BATCH], there = batch(first, THREADS, n, key, keys);
+      UNROLL for (int b = 0; b < BATCH; ++b) if ((there >> b & 1) && (keys[b] & known) == threshold)
+          lds_add(lds, 255 - (keys[b] >> shift & 255), 1u);
+    }
     block_barrier();
   }
   // The digit of the take-th largest; `take` becomes its place among those with that digit. Every wave computes it.
@@ -117,22 +132,40 @@ template <int K> struct Select {
     take = wave_read(rest, holder);
     return wave_read(found, holder);
   }
-  // Each thread has a contiguous stretch of positions, so that places come from two prefix sums.
+  // Each wave has a contiguous stretch of positions, whose lanes are neighbours, so that places come from ballots and from what
+  // the waves before have.
   template <class Key, class Visit> DEVICE static void write(u32 n, Key key, u32 threshold, u32 take, Visit visit) {
-    u32 me = thread_id(), stretch = (n + THREADS - 1) / THREADS, begin = me * stretch, end = begin + stretch;
-    if (begin > n) begin = n;
-    if (end > n) end = n;
-    u32 above = 0, equal = 0;
-    for (u32 j = begin; j < end; ++j) {
-      u32 k = key(j);
-      above += k > threshold, equal += k == threshold;
+    constexpr u32 STEP = WIDTH * BATCH;
+    u32 stretch = (n + WAVES * STEP - 1) / (WAVES * STEP) * STEP, begin = wave_id() * stretch, lane = lane_id();
+    u32 end = begin + stretch < n ? begin + stretch : n, above = 0, equal = 0;
+    for (u32 from = begin; from < end; from += STEP) {
+      u32 keys[BATCH], there = batch(from + lane, WIDTH, end, key, keys);
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        above += (there >> b & 1) && keys[b] > threshold;
+        equal += (there >> b & 1) && keys[b] == threshold;
+      }
     }
-    above = block_prefix(above);
-    equal = block_prefix(equal);
-    for (u32 j = begin; j < end; ++j) {
-      u32 k = key(j);
-      visit(j, k > threshold || (k == threshold && equal < take), above + (equal < take ? equal : take));
-      above += k > threshold, equal += k == threshold;
+    above = before_wave(above), equal = before_wave(equal);
+    for (u32 from = begin; from < end; from += STEP) {
+      u32 keys[BATCH], there = batch(from + lane, WIDTH, end, key, keys);
+      UNROLL for (int b = 0; b < BATCH; ++b) {
+        bool mine = there >> b & 1, is_above = mine && keys[b] > threshold, is_equal = mine && keys[b] == threshold;
+        u64 aboves = wave_ballot(is_above), equals = wave_ballot(is_equal);
+        u32 below = equal + bits_below(equals, lane), taken = below < take ? below : take;
+        if (mine)
+          visit(from + b * WIDTH + lane, is_above || (is_equal && below < take),
+                above + bits_below(aboves, lane) + taken);
+        above += bits_below(aboves, WIDTH), equal += bits_below(equals, WIDTH);
+      }
     }
+  }
+  // What the lanes of the waves before have in all.
+  DEVICE static u32 before_wave(u32 mine) {
+    u32 upto = block_prefix(mine);
+    return wave_read(upto, 0);
+  }
+  DEVICE static u32 bits_below(u64 mask, u32 lane) {
+    if (lane < 64) mask &= ((u64)1 << lane) - 1;
+    return count_bits((u32)mask) + count_bits((u32)(mask >> 32));
   }
 };
