@@ -11,8 +11,8 @@ from rocmega.models.deepseek import config, kernel, presets
 from rocmega.models.deepseek.weights import Formats
 from tests.code_objects.test_glm import BF16, LDS_BYTES, PARKED
 
-# V4.1 is not among them: without scratch or spilled vector registers it parks 616 scalar ones (gfx942), more than PARKED, and
-# 497 (gfx950).
+# V4.1 is not among them: without scratch or spilled vector registers it parks 616 scalar ones (gfx942), more than
+# PARKED, and 497 (gfx950).
 CASES = [
     ("deepseek-v4-flash", "gfx942", 1, Formats("fp8_fnuz", "bf16", "mxfp4")),
     ("deepseek-v4-flash", "gfx950", 2, Formats("fp8", "bf16", "mxfp4")),
