@@ -119,6 +119,8 @@ template <class F, int WIDTH_E, int HIDDEN, bool SHARED_ONE = true> struct Exper
     constexpr u32 BLOCKS = (HIDDEN + 127) / 128, COLUMNS = (WIDTH_E + 127) / 128;
     int lane = lane_id(), end = spans();
     p.products = p.activations = 0;
+    // Where there is nothing to load, a ring in registers loads this all the same (tile.h).
+    p.weights = TileRow<F>::at(down.tiles, down.scales, 0, 0);
     while (p.span < end) {
       bool shared = SHARED_ONE && p.span >= end - SPANS;
       u32 expert = shared ? EXPERTS : (u32)route_active[p.span / SPANS];

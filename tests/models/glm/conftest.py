@@ -37,7 +37,9 @@ SHALLOW = {
     **presets.PRESETS["glm-5.2-tiny"],
     "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"], "first_k_dense_replace": 1,
 }  # fmt: skip
-OWN = {"odd": ODD, "shallow": SHALLOW}
+# Of the second half of a mixture, waves have nothing to do: an expert's part is one unit of FP8.
+SINGLE = {**SHALLOW, "num_experts_per_tok": 1}
+OWN = {"odd": ODD, "shallow": SHALLOW, "single": SINGLE}
 
 
 @dataclass

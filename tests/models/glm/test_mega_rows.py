@@ -51,6 +51,14 @@ def test_the_kernel_of_one_row_gives_the_same_bits(name, dtype, bench):
     assert len({function.handle for function in launched[1:]}) == 1
 
 
+def test_waves_without_an_expert_do_no_harm(bench):
+    """One expert a token, each one unit of FP8: two of four waves have none of the second half, and load all the same.
+    The bound is for sums of float32 in another order."""
+    subject: Bench = bench("single", "fp8", (5,), activations="f32")
+    assert subject.config.moe_intermediate_size <= 128
+    torch.testing.assert_close(subject.step().logits, subject.standard_step().logits, atol=1e-4, rtol=0)
+
+
 def recorded_launches(subject: Bench) -> list:
     launch, launched = subject.driver.launch, []
     subject.driver.launch = lambda function, *rest, **options: (
