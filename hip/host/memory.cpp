@@ -1,5 +1,6 @@
-// The memory model (its parameters: memory_model.h): stores that take their time, one L2 per XCD that is not coherent with the others, and with each copy
-// of a word the epoch it was written in. It is adversarial: what hardware may do, it does on some seed.
+// The memory model (its parameters: memory_model.h): stores that take their time, one L2 per XCD that is not coherent with the
+// others, and with each copy of a word the epoch it was written in. It is adversarial: what hardware may do, it does on some
+// seed.
 #include <stdio.h>
 #include <stdlib.h>
 
