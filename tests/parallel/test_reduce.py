@@ -78,7 +78,8 @@ BUGS = {
     "one slot": ("PUSH", PLACE, "(0ull * RANKS + rank)", "stage (reduce|share)"),
     "a rank left out": ("PUSH", "i <= RANKS; ++i", "i <= RANKS - (rank == 1); ++i", "stage reduce"),
     "everybody pushes to one place": ("PUSH", PLACE, "((u64)(version & 1) * RANKS)", "stored tag"),
-    "a share is not waited for": ("PUSH", MISSING, MISSING.replace("got", "i / N && got", 1), DIFFERS),
+    "a share is not waited for": ("PUSH", MISSING, MISSING.replace("got", "i < N && got", 1), "of parts for epoch"),
+    "a tag is not looked at": ("PUSH", MISSING, MISSING.replace("got", "i / N && got", 1), DIFFERS),
     "one slot to pull from": ("PULL", PLACE, "(0ull * RANKS + rank)", "stage (reduce|share)"),
     "offered at device scope": (
         "PULL",
@@ -107,21 +108,22 @@ BUGS = {
 }
 
 
-def right_step(chains: Chains, seed: int) -> None:
-    rows = (3, 16)[seed % 2]
-    made, expected = chains.step(rows, seed=seed), reference(2, 1 + seed * SPAN, rows)
-    if any(np.abs(x.view(np.float32) - expected).max() > 1e-3 * np.abs(expected).max() for x in made):
-        raise DriverError(DIFFERS)
+def steps(chains: Chains, *, compared: bool) -> None:
+    for seed in range(60):
+        rows = (3, 16)[seed % 2]
+        made, expected = chains.step(rows, seed=seed), reference(2, 1 + seed * SPAN, rows)
+        if compared and any(np.abs(x.view(np.float32) - expected).max() > 1e-3 * np.abs(expected).max() for x in made):
+            raise DriverError(DIFFERS)
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_caught(bug: str) -> None:
-    """By a report, or where a value is used without a look at its tag by what comes out."""
+    """By a report; by what comes out only where a value is used without a look at its tag."""
     exchange, old, new, message = BUGS[bug]
     wrong = Chains(2, (old, new), exchange=exchange)
     try:
         with pytest.raises((DriverError, StepError), match=message):
-            [right_step(wrong, seed) for seed in range(60)]
+            steps(wrong, compared=message == DIFFERS)
     finally:
         wrong.close()
 
